@@ -1,0 +1,1 @@
+"""Calibration: measuring an executor, importing public measurements, fitting latency profiles."""

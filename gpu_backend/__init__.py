@@ -1,0 +1,1 @@
+"""The real engine: the same scheduler objects on torch and FlashInfer."""

@@ -1,0 +1,1 @@
+"""servecast: forecasts of LLM serving."""

@@ -1,0 +1,1 @@
+"""Figures of models and devices, each with its source."""

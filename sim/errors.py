@@ -1,0 +1,44 @@
+"""The one error that a user can mend."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class BadInput(Exception):
+    """Input that cannot be used: names its source, its key, and what is wrong with which limit.
+
+    The command line prints it as one line, ``servecast: error: SOURCE: [table] key: what``, and exits with status 2.
+    """
+
+    def __init__(self, what: str, *, source: str | None = None, key: str | None = None) -> None:
+        """`source` is a file (or an option such as ``--set``); `key` is ``[table] key`` or ``row N, column C``."""
+        super().__init__(what)
+        self.what = what
+        self.source = source
+        self.key = key
+
+    def within(self, *, source: str | None = None, key: str | None = None) -> BadInput:
+        """The same error with its source or key filled in where they were still open."""
+        return BadInput(self.what, source=self.source or source, key=self.key or key)
+
+    def __str__(self) -> str:
+        """One line, whatever the parts hold."""
+        return " ".join(": ".join(part for part in (self.source, self.key, self.what) if part).split())
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keeps its parts when it crosses to another process."""
+        return _rebuild, (self.what, self.source, self.key)
+
+
+def _rebuild(what: str, source: str | None, key: str | None) -> BadInput:
+    return BadInput(what, source=source, key=key)
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """A sentence for a name that does not exist: the nearest one where one is near, else all of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
+    return f"unknown {kind} {name!r}; {hint}"
