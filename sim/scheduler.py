@@ -1,0 +1,235 @@
+"""The scheduler of one replica: a waiting queue, a KV pool, and the verbs that a policy is made of.
+
+Pure: no clock, no random draw, no I/O. Whoever runs it says what time it is. The simulator and the engine drive the
+same object: `add` a request, `schedule` a batch, execute it, `commit` it.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass
+
+from sim.blocks import Blocks
+from sim.decodes import Decodes
+from sim.policies import POLICIES, RESERVING
+from sim.request import Batch, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a replica may hold and a batch may contain; the [engine] and [scheduler] tables of a scenario."""
+
+    policy: str
+    num_blocks: int
+    block_tokens: int = 16
+    watermark: float = 0.01
+    max_sequences: int = 128
+    max_model_tokens: int = 8192
+    max_batch_tokens: int = 8192
+    token_budget: int = 512
+
+    @property
+    def reservation(self) -> int | None:
+        """Blocks that every request reserves, for the policies that reserve."""
+        return -(-self.max_model_tokens // self.block_tokens) if self.policy in RESERVING else None
+
+    def refusal(self, prompt: int, output: int) -> str | None:
+        """Why a request can never be served here, or None. Its last token needs no KV."""
+        if prompt + output > self.max_model_tokens:
+            return "too_long"
+        needed = -(-(prompt + output - 1) // self.block_tokens)
+        return "never_fits" if max(needed, self.reservation or 0) > self.num_blocks else None
+
+
+class Scheduler:
+    """Decides what each iteration of one replica works on.
+
+    Every admitted request is in one place: in flight (in a batch that was scheduled and not yet committed),
+    in `unfinished` (its prompt is half computed), or in the group `decoding`.
+    """
+
+    __slots__ = (
+        "admissions",
+        "blocks",
+        "decoding",
+        "held",
+        "limits",
+        "now",
+        "outstanding",
+        "policy",
+        "preempted",
+        "prefill_turn",
+        "unfinished",
+        "waiting",
+    )
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.policy = POLICIES[limits.policy]
+        self.blocks = Blocks(limits.num_blocks, limits.block_tokens, limits.watermark, limits.reservation)
+        self.waiting: deque[Request] = deque()
+        self.unfinished: list[Request] = []  # in order of admission
+        self.decoding: Decodes | None = None
+        self.held = 0  # requests admitted and not finished, in flight or not
+        self.admissions = 0
+        self.preempted = 0  # in calls that came to no batch; the next batch reports them
+        self.outstanding = 0  # prompt tokens not yet computed, and one per request that decodes
+        self.prefill_turn = True  # of `alternating`
+        self.now = 0.0
+
+    def add(self, request: Request) -> None:
+        """Queue a request; requests are added in order of (arrival, id)."""
+        self.waiting.append(request)
+        self.outstanding += request.prompt
+
+    def schedule(self, now: float) -> Batch | None:
+        """The next batch, its blocks taken; None if there is nothing to do until something changes."""
+        self.now = now
+        batch = Batch()
+        self.policy(self, batch)
+        if batch.group is None and not batch.chunks:
+            self.preempted += batch.preempted
+            return None
+        if self.preempted:
+            batch.preempted, self.preempted = batch.preempted + self.preempted, 0
+        batch.blocks_used = self.blocks.total - self.blocks.free
+        batch.waiting = len(self.waiting)
+        return batch
+
+    def commit(self, batch: Batch, now: float) -> list[Request]:
+        """Its tokens are there: emit them, and return the requests that are done, in the order of the batch."""
+        finished: list[Request] = []
+        if batch.group is not None:
+            finished.extend(batch.group.advance(batch, now))
+            for request in finished:
+                self._finish(request)
+            self._rejoin(batch.group)
+        for request, _, tokens in batch.chunks:
+            request.computed += tokens
+            self.outstanding -= tokens
+            if request.computed < request.to_prefill:
+                insort(self.unfinished, request, key=_by_admission)
+            elif self._emit_first(request, batch, now):
+                self._finish(request)
+                finished.append(request)
+        return finished
+
+    # The verbs of the policies
+
+    def decode(self, batch: Batch) -> None:
+        """One decode for every running request that is not in flight; preempts where no block is free."""
+        group = self.decoding
+        if group is None:
+            return
+        if self.blocks.reservation is None:
+            needed = group.blocks_needed()
+            if needed <= self.blocks.free:
+                self.blocks.free -= needed
+            else:
+                self._make_room(group, batch)
+        if group.count:
+            batch.group = group
+            batch.decodes = group.count
+            batch.context = group.context
+        self.decoding = None
+
+    def resume(self, batch: Batch, budget: float) -> None:
+        """The next chunk of each unfinished prompt, in order of admission, until the batch holds `budget` tokens."""
+        while self.unfinished and (left := budget - batch.tokens) > 0:
+            request = self.unfinished.pop(0)
+            batch.add(request, int(min(request.to_prefill - request.computed, left)))
+
+    def admit(self, batch: Batch, budget: float, *, chunked: bool) -> None:
+        """New requests from the head of the queue while memory, sequences and `budget` allow.
+
+        With `chunked` a prompt is cut at the budget, otherwise it goes whole or waits.
+        """
+        while self.waiting and self.held < self.limits.max_sequences:
+            request = self.waiting[0]
+            left = budget - batch.tokens
+            tokens = request.to_prefill
+            blocks = self.blocks.to_admit(request)
+            if left <= 0 or (tokens > left and not chunked) or not self.blocks.allow(blocks, alone=not self.held):
+                return
+            self.waiting.popleft()
+            self.blocks.take(blocks)
+            self.held += 1
+            self.admissions += 1
+            request.admission = self.admissions
+            if request.scheduled is None:
+                request.scheduled = self.now
+            batch.add(request, int(min(tokens, left)))
+
+    # What they are made of
+
+    def _emit_first(self, request: Request, batch: Batch, now: float) -> bool:
+        """A prefill is complete, so a token comes with it: the first, or the next after a preemption. Last one?"""
+        if request.first_token is None:
+            request.first_token = now
+        else:
+            gap = now - request.last_token
+            request.longest_gap = max(request.longest_gap, gap)
+            if request.measured:
+                batch.other_gaps.append(gap)
+        request.last_token = now
+        request.emitted += 1
+        self.outstanding += 1
+        if request.emitted == request.output:
+            return True
+        if self.decoding is None:
+            self.decoding = Decodes(self.blocks.block_tokens)
+        self.decoding.join(request)
+        return False
+
+    def _rejoin(self, group: Decodes) -> None:
+        """A group comes back from its batch; groups that are idle together become one."""
+        if not group.count:
+            return
+        idle = self.decoding
+        if idle is None:
+            self.decoding = group
+        elif idle.count <= group.count:
+            group.absorb(idle)
+            self.decoding = group
+        else:
+            idle.absorb(group)
+
+    def _finish(self, request: Request) -> None:
+        """A request is done; its blocks and its slot are free at once."""
+        self.blocks.give(self.blocks.held_by_decode(request))
+        self.held -= 1
+        self.outstanding -= 1
+
+    def _make_room(self, group: Decodes, batch: Batch) -> None:
+        """Give each decode its block, in order of admission; where none is free, preempt the latest admitted."""
+        victims = sorted((*group.members.values(), *self.unfinished), key=_by_admission)
+        for request in group.by_admission():
+            if request.id not in group.members:
+                return  # preempted, and so were all that were admitted after it
+            if not group.needs_block(request):
+                continue
+            while not self.blocks.free and request.id in group.members:
+                self._preempt(victims.pop(), group)
+                batch.preempted += 1
+            if request.id in group.members:
+                self.blocks.take(1)
+
+    def _preempt(self, victim: Request, group: Decodes) -> None:
+        """A request loses its blocks, keeps its tokens, and goes to the front of the queue."""
+        if victim.id in group.members:
+            group.remove(victim)
+            self.blocks.give(self.blocks.held_by_decode(victim))
+            self.outstanding += victim.to_prefill - 1
+        else:
+            self.unfinished.remove(victim)
+            self.blocks.give(self.blocks.to_admit(victim))
+            self.outstanding += victim.computed
+        victim.computed = 0
+        victim.preemptions += 1
+        self.held -= 1
+        self.waiting.appendleft(victim)
+
+
+def _by_admission(request: Request) -> int:
+    return request.admission
