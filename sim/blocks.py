@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from sim.request import Request
-
 
 class Blocks:
     """`total` blocks of `block_tokens` tokens; what a request takes, holds and gives back.
@@ -26,17 +24,13 @@ class Blocks:
     def used(self) -> int:
         return self.total - self.free
 
-    def covering(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens."""
-        return -(-tokens // self.block_tokens)
+    def to_admit(self, tokens: int) -> int:
+        """Blocks that a request with so many tokens to prefill takes when it is admitted."""
+        return -(-tokens // self.block_tokens) if self.reservation is None else self.reservation
 
-    def to_admit(self, request: Request) -> int:
-        """Blocks that the request takes when it is admitted."""
-        return self.covering(request.to_prefill) if self.reservation is None else self.reservation
-
-    def held_by_decode(self, request: Request) -> int:
-        """Blocks that a request holds between two decodes: the KV of all but its newest token is computed."""
-        return self.covering(request.to_prefill - 1) if self.reservation is None else self.reservation
+    def held_by_decode(self, tokens: int) -> int:
+        """Blocks of a request of `tokens` tokens between two decodes: the KV of all but the newest is computed."""
+        return self.to_admit(tokens - 1)
 
     def allow(self, blocks: int, *, alone: bool) -> bool:
         """Whether an admission may take `blocks` now; the watermark is waived for a request `alone` on the replica."""

@@ -100,7 +100,7 @@ class _Arrivals:
     ) -> None:
         self.env = env
         self.workload = workload
-        self.limits = limits
+        self.refusals = limits.refusals(workload.prompts, workload.outputs)
         self.record = record
         self.route: Router
         self.measured_from, self.measured_to = -inf, inf
@@ -150,12 +150,11 @@ class _Arrivals:
         measured = self.measured_from <= time <= self.measured_to
         request = Request(id, time, prompt, output, measured=measured, session=session)
         self.record.arrived(request)
-        reason = self.limits.refusal(prompt, output)
-        if reason is None:
-            self.route(request).submit(request)
-        else:
-            self.record.refused(request, reason)
+        if id in self.refusals:
+            self.record.refused(request, self.refusals[id])
             self.finished(request)
+        else:
+            self.route(request).submit(request)
 
 
 def _rows(workload: Workload, at_once: int = 65536) -> Iterator[tuple[float, int, int, int | None]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
 
 from sim.request import Batch, Request
 
@@ -82,7 +81,7 @@ class Decodes:
         """Tokens that a member has emitted by now."""
         return request.emitted + self.step - request.entered
 
-    def advance(self, batch: Batch, now: float) -> Iterable[Request]:
+    def advance(self, batch: Batch, now: float) -> list[Request]:
         """Every member emits a token at `now`: note the gaps in `batch`, and let go of those that are done."""
         self.step = step = self.step + 1
         self.context += self.count
@@ -99,8 +98,9 @@ class Decodes:
         self.peak_steps.append(step)
         finished = self.finishing.pop(step, None)
         if finished is None:
-            return ()
-        finished.sort(key=_by_admission)
+            return []
+        if len(finished) > 1:
+            finished.sort(key=_by_admission)
         for request in finished:
             self._let_go(request)
         return finished
@@ -149,13 +149,15 @@ class Decodes:
 
     def _settle_late(self, batch: Batch, now: float) -> None:
         """Those that joined since the last step waited for another while than the rest."""
+        gaps = []
         for request in self.late:
             gap = now - request.last_token
             if gap > request.longest_gap:
                 request.longest_gap = gap
             if request.measured:
-                batch.gap_count -= 1
-                batch.other_gaps.append(gap)
+                gaps.append(gap)
+        batch.gap_count -= len(gaps)
+        batch.other_gaps = gaps
         self.late.clear()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from sim.request import Batch
@@ -20,7 +21,8 @@ class Spent(NamedTuple):
     bytes: float
 
 
-class Step(NamedTuple):
+@dataclass(slots=True)  # not frozen: that would treble the cost of making one
+class Step:
     """The cost of one iteration: seconds of each pipeline stage, and of the hand-over between two stages."""
 
     seconds: tuple[float, ...]

@@ -44,7 +44,7 @@ def stall_free(scheduler: Scheduler, batch: Batch) -> None:
     budget = scheduler.limits.token_budget
     scheduler.decode(batch)
     scheduler.resume(batch, budget)
-    if not batch.preempted:
+    if scheduler.waiting and not batch.preempted:
         scheduler.admit(batch, budget, chunked=True)
 
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from array import array
 from math import nan
+from struct import Struct
 
 from sim.executor import Spent, Step
 from sim.request import Batch, Request
 
 COMPLETED, UNFINISHED = "completed", "unfinished"
-STEP_COLUMNS = (
-    "replica",
-    "start_s",
-    "end_s",
-    "prefill_tokens",
-    "decodes",
-    "context_tokens",
-    "chunks",
-    "kv_blocks_used",
-    "waiting",
-    "preempted",
-)
+STEP_COLUMNS = {
+    "replica": "i4",
+    "start_s": "f8",
+    "end_s": "f8",
+    "prefill_tokens": "i4",
+    "decodes": "i4",
+    "context_tokens": "i8",
+    "chunks": "i4",
+    "kv_blocks_used": "i8",
+    "waiting": "i8",
+    "preempted": "i4",
+}  # a packed row, in NumPy's names
+_STEP = Struct("<iddiiqiqqi")
 
 
 class Record:
@@ -30,21 +32,20 @@ class Record:
     """
 
     def __init__(self, requests: int, *, keep_steps: bool = True) -> None:
-        self.offered = 0
+        self.offered = 0  # requests that arrived: ids 0, 1, … in order
         self.done = 0
         self.arrival = array("d", [nan]) * requests
         self.scheduled = array("d", [nan]) * requests
         self.first_token = array("d", [nan]) * requests
         self.finish = array("d", [nan]) * requests
         self.longest_gap = array("d", [nan]) * requests
-        self.prompt = array("q", [0]) * requests
         self.output = array("q", [0]) * requests  # tokens emitted
         self.preemptions = array("q", [0]) * requests
         self.replica = array("q", [-1]) * requests
         self.reasons: dict[int, str] = {}  # of refused requests
         self.gaps = array("d")
         self.gap_counts = array("q")
-        self.steps = array("d") if keep_steps else None  # STEP_COLUMNS, row after row
+        self.steps = bytearray() if keep_steps else None  # rows of STEP_COLUMNS
         self.iterations = 0
         self.preempted = 0
         self.kv_peak = 0
@@ -57,7 +58,6 @@ class Record:
         """A request was offered."""
         self.offered += 1
         self.arrival[request.id] = request.arrival
-        self.prompt[request.id] = request.prompt
 
     def refused(self, request: Request, reason: str) -> None:
         """It can never be served."""
@@ -70,7 +70,6 @@ class Record:
             request = chunk.request
             if request.scheduled is not None:
                 self.scheduled[request.id] = request.scheduled
-        batch.seconds = step.seconds
         if step.spent is not None:
             spent = self.spent
             for i, amount in enumerate(step.spent):
@@ -80,32 +79,29 @@ class Record:
         """A batch emitted its tokens."""
         self.iterations += 1
         self.last_commit = batch.end
-        for seconds in batch.seconds:
-            self.busy += seconds
+        self.busy += sum(batch.seconds)
         if batch.gap_count:
             self.gaps.append(batch.gap)
             self.gap_counts.append(batch.gap_count)
-        for gap in batch.other_gaps:
-            self.gaps.append(gap)
-            self.gap_counts.append(1)
+        if batch.other_gaps:
+            self.gaps.extend(batch.other_gaps)
+            self.gap_counts.extend([1] * len(batch.other_gaps))
         if batch.preempted:
             self.preempted += batch.preempted
         if batch.blocks_used > self.kv_peak:
             self.kv_peak = batch.blocks_used
         if self.steps is not None:
-            self.steps.extend(
-                (
-                    replica,
-                    batch.start,
-                    batch.end,
-                    batch.prefill_tokens,
-                    batch.decodes,
-                    batch.context,
-                    len(batch.chunks),
-                    batch.blocks_used,
-                    batch.waiting,
-                    batch.preempted,
-                )
+            self.steps += _STEP.pack(
+                replica,
+                batch.start,
+                batch.end,
+                batch.prefill_tokens,
+                batch.decodes,
+                batch.context,
+                len(batch.chunks),
+                batch.blocks_used,
+                batch.waiting,
+                batch.preempted,
             )
 
     def finished(self, request: Request, now: float) -> None:

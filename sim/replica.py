@@ -77,41 +77,48 @@ class Replica:
         env, scheduler, in_flight, free_at = self.env, self.scheduler, self.in_flight, self.free_at
         stages = len(free_at)
         while True:
-            asked = len(in_flight) < stages and free_at[0] <= env.now
-            batch = scheduler.schedule(env.now) if asked else None
+            now = env.now
+            asked = len(in_flight) < stages and free_at[0] <= now
+            batch = scheduler.schedule(now) if asked else None
             if batch is not None:
-                self.launch(batch)
+                self.launch(batch, now)
                 in_flight.append(batch)
-            yield self.next_change(idle=asked and batch is None)
-            while in_flight and in_flight[0].end <= env.now:
+            if len(in_flight) == stages:
+                yield At(env, in_flight[0].end, COMMIT)
+            else:
+                yield self.next_change(idle=asked and batch is None)
+            now = env.now
+            while in_flight and in_flight[0].end <= now:
                 self.commit(in_flight.popleft())
-            if env.peek() <= env.now:  # let all else that happens at this instant happen before the scheduler is asked
-                yield At(env, env.now, ASK)
+            if env.peek() <= now:  # all else of this instant happens before the scheduler is asked
+                yield At(env, now, ASK)
 
-    def launch(self, batch: Batch) -> None:
+    def launch(self, batch: Batch, now: float) -> None:
         """Send a batch down the pipeline: each stage starts when the batch is there and the one before it is done."""
         step = self.executor.execute(batch)
-        batch.start = ready = self.env.now
-        end = ready
-        for stage, seconds in enumerate(step.seconds):
-            free = self.free_at[stage]
-            end = (ready if ready > free else free) + seconds
-            self.free_at[stage] = end
-            batch.stage_ends.append(end)
-            ready = end + step.hop
-        batch.end = end
-        self.record.launched(batch, step)
+        batch.start = now
+        batch.seconds = step.seconds
+        if len(step.seconds) == 1:
+            batch.end = self.free_at[0] = now + step.seconds[0]
+        else:
+            batch.stage_ends = []
+            ready = now
+            for stage, (seconds, free) in enumerate(zip(step.seconds, self.free_at, strict=True)):
+                self.free_at[stage] = end = (ready if ready > free else free) + seconds
+                batch.stage_ends.append(end)
+                ready = end + step.hop
+            batch.end = batch.stage_ends[-1]
+        if batch.chunks or step.spent is not None:
+            self.record.launched(batch, step)
 
     def next_change(self, *, idle: bool) -> simpy.Event:
-        """The next commit or release of stage 1, or an arrival where the replica is `idle` for want of work."""
+        """With room in the pipeline: the next commit or release of stage 1, or an arrival where it is `idle`."""
         if not self.in_flight:
             self.wake = self.env.event()
             return self.wake
         end = self.in_flight[0].end
         if not idle:
-            released = self.free_at[0]
-            free_slot = len(self.in_flight) < len(self.free_at)
-            return At(self.env, released if free_slot and released < end else end, COMMIT)
+            return At(self.env, min(end, self.free_at[0]), COMMIT)
         wake = self.wake = self.env.event()
         timer = At(self.env, end, COMMIT)
         assert timer.callbacks is not None
@@ -147,5 +154,6 @@ class Replica:
             self.record.settled(request)
         over = self.record.last_commit
         for batch in self.in_flight:
-            for end, seconds in zip(batch.stage_ends, batch.seconds, strict=True):
+            ends = batch.stage_ends if len(batch.seconds) > 1 else [batch.end]
+            for end, seconds in zip(ends, batch.seconds, strict=True):
                 self.record.busy += max(0.0, min(end, over) - (end - seconds))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sim.decodes import Decodes
@@ -66,7 +68,8 @@ class Request:
         return f"Request({self.id}, arrival={self.arrival:g}, prompt={self.prompt}, output={self.output})"
 
 
-class Chunk(NamedTuple):
+@dataclass(slots=True)  # not frozen: that would treble the cost of making one
+class Chunk:
     """`tokens` of a request's prefill, after `start` that were computed before."""
 
     request: Request
@@ -79,7 +82,7 @@ class Batch:
 
     `decodes` requests decode, with `context` tokens of KV among them (each its prompt and emitted tokens);
     `attention` is the sum over chunks of m·(m0 + m/2) for m tokens after m0. All counts are of tokens unless named
-    otherwise.
+    otherwise. The facts below are there once they are facts: of scheduling, then of execution, then of the commit.
     """
 
     __slots__ = (
@@ -100,6 +103,13 @@ class Batch:
         "start",
         "waiting",
     )
+    blocks_used: int  # just after scheduling
+    waiting: int
+    start: float  # of its first stage
+    end: float  # of its last stage
+    seconds: tuple[float, ...]  # that each stage works on it
+    stage_ends: list[float]  # with several stages only
+    gap: float  # seconds since the group's last tokens, of `gap_count` measured requests
 
     def __init__(self) -> None:
         self.group: Decodes | None = None
@@ -108,18 +118,9 @@ class Batch:
         self.chunks: list[Chunk] = []
         self.prefill_tokens = 0
         self.attention = 0.0
-        # facts just after scheduling
         self.preempted = 0
-        self.blocks_used = 0
-        self.waiting = 0
-        # facts of its execution and commit
-        self.start = 0.0
-        self.end = 0.0
-        self.seconds: tuple[float, ...] = ()  # of each pipeline stage
-        self.stage_ends: list[float] = []
-        self.gap = 0.0  # seconds between tokens, of `gap_count` measured requests
         self.gap_count = 0
-        self.other_gaps: list[float] = []  # of measured requests that waited for another while
+        self.other_gaps: Sequence[float] = ()
 
     def add(self, request: Request, tokens: int) -> None:
         """Put the next `tokens` of a request's prefill into the batch."""

@@ -10,6 +10,9 @@ from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from sim.blocks import Blocks
 from sim.decodes import Decodes
 from sim.policies import POLICIES, RESERVING
@@ -34,12 +37,12 @@ class Limits:
         """Blocks that every request reserves, for the policies that reserve."""
         return -(-self.max_model_tokens // self.block_tokens) if self.policy in RESERVING else None
 
-    def refusal(self, prompt: int, output: int) -> str | None:
-        """Why a request can never be served here, or None. Its last token needs no KV."""
-        if prompt + output > self.max_model_tokens:
-            return "too_long"
-        needed = -(-(prompt + output - 1) // self.block_tokens)
-        return "never_fits" if max(needed, self.reservation or 0) > self.num_blocks else None
+    def refusals(self, prompts: npt.NDArray[np.int64], outputs: npt.NDArray[np.int64]) -> dict[int, str]:
+        """Which requests can never be served here, by position, and why. The last token needs no KV."""
+        needed = -(-(prompts + outputs - 1) // self.block_tokens)
+        too_long = prompts + outputs > self.max_model_tokens
+        never_fits = np.maximum(needed, self.reservation or 0) > self.num_blocks
+        return {int(i): "too_long" if too_long[i] else "never_fits" for i in np.flatnonzero(too_long | never_fits)}
 
 
 class Scheduler:
@@ -88,7 +91,7 @@ class Scheduler:
         self.now = now
         batch = Batch()
         self.policy(self, batch)
-        if batch.group is None and not batch.chunks:
+        if not (batch.decodes or batch.chunks):
             self.preempted += batch.preempted
             return None
         if self.preempted:
@@ -100,16 +103,22 @@ class Scheduler:
     def commit(self, batch: Batch, now: float) -> list[Request]:
         """Its tokens are there: emit them, and return the requests that are done, in the order of the batch."""
         finished: list[Request] = []
-        if batch.group is not None:
-            finished.extend(batch.group.advance(batch, now))
+        group = batch.group
+        if group is not None:
+            finished = group.advance(batch, now)
             for request in finished:
                 self._finish(request)
-            self._rejoin(batch.group)
-        for request, _, tokens in batch.chunks:
-            request.computed += tokens
-            self.outstanding -= tokens
-            if request.computed < request.to_prefill:
-                insort(self.unfinished, request, key=_by_admission)
+            if group.count:
+                self.decoding = group if self.decoding is None else _merged(self.decoding, group)
+        for chunk in batch.chunks:
+            request = chunk.request
+            request.computed += chunk.tokens
+            self.outstanding -= chunk.tokens
+            if request.computed < request.prompt + request.emitted:
+                if self.unfinished:
+                    insort(self.unfinished, request, key=_by_admission)
+                else:
+                    self.unfinished.append(request)
             elif self._emit_first(request, batch, now):
                 self._finish(request)
                 finished.append(request)
@@ -134,23 +143,26 @@ class Scheduler:
             batch.context = group.context
         self.decoding = None
 
-    def resume(self, batch: Batch, budget: float) -> None:
+    def resume(self, batch: Batch, budget: int) -> None:
         """The next chunk of each unfinished prompt, in order of admission, until the batch holds `budget` tokens."""
-        while self.unfinished and (left := budget - batch.tokens) > 0:
+        left = budget - batch.decodes
+        while self.unfinished and left > 0:
             request = self.unfinished.pop(0)
-            batch.add(request, int(min(request.to_prefill - request.computed, left)))
+            tokens = min(request.to_prefill - request.computed, left)
+            batch.add(request, tokens)
+            left -= tokens
 
     def admit(self, batch: Batch, budget: float, *, chunked: bool) -> None:
         """New requests from the head of the queue while memory, sequences and `budget` allow.
 
         With `chunked` a prompt is cut at the budget, otherwise it goes whole or waits.
         """
-        while self.waiting and self.held < self.limits.max_sequences:
+        left = budget - batch.decodes - batch.prefill_tokens
+        while self.waiting and left > 0 and self.held < self.limits.max_sequences:
             request = self.waiting[0]
-            left = budget - batch.tokens
-            tokens = request.to_prefill
-            blocks = self.blocks.to_admit(request)
-            if left <= 0 or (tokens > left and not chunked) or not self.blocks.allow(blocks, alone=not self.held):
+            tokens = request.prompt + request.emitted
+            blocks = self.blocks.to_admit(tokens)
+            if (tokens > left and not chunked) or not self.blocks.allow(blocks, alone=not self.held):
                 return
             self.waiting.popleft()
             self.blocks.take(blocks)
@@ -159,7 +171,10 @@ class Scheduler:
             request.admission = self.admissions
             if request.scheduled is None:
                 request.scheduled = self.now
-            batch.add(request, int(min(tokens, left)))
+            if tokens > left:
+                tokens = int(left)
+            batch.add(request, tokens)
+            left -= tokens
 
     # What they are made of
 
@@ -171,7 +186,7 @@ class Scheduler:
             gap = now - request.last_token
             request.longest_gap = max(request.longest_gap, gap)
             if request.measured:
-                batch.other_gaps.append(gap)
+                batch.other_gaps = [*batch.other_gaps, gap]
         request.last_token = now
         request.emitted += 1
         self.outstanding += 1
@@ -182,22 +197,9 @@ class Scheduler:
         self.decoding.join(request)
         return False
 
-    def _rejoin(self, group: Decodes) -> None:
-        """A group comes back from its batch; groups that are idle together become one."""
-        if not group.count:
-            return
-        idle = self.decoding
-        if idle is None:
-            self.decoding = group
-        elif idle.count <= group.count:
-            group.absorb(idle)
-            self.decoding = group
-        else:
-            idle.absorb(group)
-
     def _finish(self, request: Request) -> None:
         """A request is done; its blocks and its slot are free at once."""
-        self.blocks.give(self.blocks.held_by_decode(request))
+        self.blocks.give(self.blocks.held_by_decode(request.prompt + request.emitted))
         self.held -= 1
         self.outstanding -= 1
 
@@ -219,11 +221,11 @@ class Scheduler:
         """A request loses its blocks, keeps its tokens, and goes to the front of the queue."""
         if victim.id in group.members:
             group.remove(victim)
-            self.blocks.give(self.blocks.held_by_decode(victim))
+            self.blocks.give(self.blocks.held_by_decode(victim.to_prefill))
             self.outstanding += victim.to_prefill - 1
         else:
             self.unfinished.remove(victim)
-            self.blocks.give(self.blocks.to_admit(victim))
+            self.blocks.give(self.blocks.to_admit(victim.to_prefill))
             self.outstanding += victim.computed
         victim.computed = 0
         victim.preemptions += 1
@@ -233,3 +235,10 @@ class Scheduler:
 
 def _by_admission(request: Request) -> int:
     return request.admission
+
+
+def _merged(one: Decodes, other: Decodes) -> Decodes:
+    """Groups that are idle together become one: the larger, so that a request is seldom moved."""
+    larger, smaller = (one, other) if one.count > other.count else (other, one)
+    larger.absorb(smaller)
+    return larger
