@@ -119,7 +119,7 @@ Arrivals = Annotated[Poisson | Gamma | Constant | TraceArrivals | AtOnce | Close
 
 
 def mean_rate(times: FloatArray) -> float | None:
-    """Requests per second between the first and the last arrival, (n - 1) / (last - first); None where they coincide."""
+    """Requests per second from the first arrival to the last, (n - 1) / (last - first); None where they coincide."""
     span = float(times[-1] - times[0]) if len(times) else 0.0
     return (len(times) - 1) / span if span > 0 else None
 

@@ -124,7 +124,7 @@ class Model:
     # Parallelism.
 
     def check_parallel(self, tp: int, pp: int) -> None:
-        """BadInput unless heads, KV heads and the MLP split evenly over `tp` devices, and each of `pp` stages has a layer."""
+        """BadInput unless heads, KV heads and the MLP split evenly over `tp` devices and `pp` stages all get layers."""
         if not self._splits(tp):
             able = ", ".join(str(degree) for degree in range(1, self.heads + 1) if self._splits(degree))
             raise BadInput(
@@ -173,8 +173,9 @@ class Model:
         return self.layers * layer + self._outside_layers * PLAIN_BYTES
 
     def layer_weight_bytes(self, tp: int = 1, tokens: float | None = None) -> float:
-        """Weights of one layer on one of `tp` devices; given `tokens`, only the expected bytes that a batch of that many
-        reads (all of a dense layer; the attention and the experts touched of a mixture).
+        """Weights of one layer on one of `tp` devices; given `tokens`, what a batch of so many should read.
+
+        A batch reads all of a dense layer, but only the experts it touches of a mixture.
         """
         experts = self.experts if tokens is None else self.experts_touched(tokens)
         return self._layer_matrices(tp, experts) * MATRIX_BYTES[self.dtype] + self._layer_plain(tp) * PLAIN_BYTES
@@ -195,7 +196,8 @@ class Model:
     def kv_bytes_per_token(self, tp: int = 1, layers: int | None = None) -> int:
         """Key and value of one token on one of `tp` devices, over `layers` layers (default: all of them).
 
-        2 · KV heads · head_dim · bytes per layer. Windowed layers count in full: the pool keeps every token of a request.
+        2 · KV heads · head_dim · bytes per layer. Windowed layers count in full: one block pool for all layers keeps
+        every token of a request.
         """
         per_layer = 2 * self.kv_heads_per_device(tp) * self.head_dim * KV_BYTES[self.kv_dtype]
         return per_layer * (self.layers if layers is None else layers)
@@ -230,7 +232,7 @@ class Model:
         return 4 * self.heads * self.head_dim * self._over_layers(pairs, clipped)
 
     def attention_flops_decode(self, context: float) -> float:
-        """Scores and weighted values of one decode at `context`, all layers: 4 · heads · head_dim · context per layer."""
+        """Scores and weighted values of one decode at `context`, all layers: 4 · heads · head_dim · context each."""
         return 4 * self.heads * self.head_dim * self._over_layers(context, self._in_window(context))
 
     def _in_window(self, context: float) -> float:
@@ -246,12 +248,13 @@ class Model:
         """
         if not self.experts:
             return 0.0
-        return self.experts * (1 - (1 - self.experts_per_token / self.experts) ** tokens)
+        missed = float((1 - self.experts_per_token / self.experts) ** tokens)
+        return self.experts * (1 - missed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One accelerator. FLOP/s are dense peaks; bandwidths are bytes/s, one way per device (see catalogue/devices.toml)."""
+    """One accelerator: dense peaks in FLOP/s, bandwidths in bytes/s and one way per device (catalogue/devices.toml)."""
 
     name: str
     memory_bytes: int  # the data sheet's
@@ -277,11 +280,10 @@ class Device:
         return self.fp8_flops if dtype == "fp8" and self.fp8_flops is not None else self.float16_flops
 
     def bandwidth_among(self, devices: int) -> float:
-        """Bytes/s one way per device in a group of so many: the slowest link that the group must cross."""
+        """Bytes/s one way per device in a group of so many: the widest kind of link that the group must cross."""
         if devices <= self.link_group:
             return self.link_bandwidth
-        within = devices <= self.devices_per_node
-        return self.host_bandwidth if within else min(self.host_bandwidth, self.inter_node_bandwidth)
+        return self.host_bandwidth if devices <= self.devices_per_node else self.inter_node_bandwidth
 
     def latency_among(self, devices: int) -> float:
         """Seconds before the first byte arrives in a group of so many devices."""

@@ -51,7 +51,7 @@ def _shown(value: object) -> str:
 
 
 def read(path: Path) -> Fields:
-    """The fields of a Model, named after its file's directory; BadInput for a file, key or family that cannot be used."""
+    """The fields of a Model, named after the file's directory; BadInput for a file, key or family that is no use."""
     config = _load(path)
     family = config.keys.get("model_type")
     if not isinstance(family, str):

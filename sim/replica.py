@@ -73,11 +73,15 @@ class Replica:
             self.wake = None
 
     def serve(self) -> Generator[simpy.Event, Any, None]:
-        """The main loop: schedule, execute, wait, commit."""
+        """The main loop: schedule, execute, wait, commit.
+
+        (`env._now` and `env._queue` are `env.now` and what `env.peek` looks at, without the calls: 5 % of a run.)
+        """
         env, scheduler, in_flight, free_at = self.env, self.scheduler, self.in_flight, self.free_at
         stages = len(free_at)
+        queue = env._queue
         while True:
-            now = env.now
+            now = env._now
             asked = len(in_flight) < stages and free_at[0] <= now
             batch = scheduler.schedule(now) if asked else None
             if batch is not None:
@@ -87,10 +91,10 @@ class Replica:
                 yield At(env, in_flight[0].end, COMMIT)
             else:
                 yield self.next_change(idle=asked and batch is None)
-            now = env.now
+            now = env._now
             while in_flight and in_flight[0].end <= now:
                 self.commit(in_flight.popleft())
-            if env.peek() <= now:  # all else of this instant happens before the scheduler is asked
+            if queue and queue[0][0] <= now:  # all else of this instant happens before the scheduler is asked
                 yield At(env, now, ASK)
 
     def launch(self, batch: Batch, now: float) -> None:
