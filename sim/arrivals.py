@@ -107,6 +107,8 @@ class TraceArrivals(Table):
         """`times` (s, the first at 0) with their gaps divided by `scale`, or scaled to the mean `rate`."""
         if self.rate is None:
             return _finite(times / self.scale, f"scale = {self.scale:g}")
+        if len(times) < 2:
+            return times
         now = mean_rate(times)
         if now is None:
             what = f"{self.rate:g} cannot be reached by scaling gaps: the {len(times)} arrivals are at one instant"

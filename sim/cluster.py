@@ -103,13 +103,8 @@ class _Arrivals:
         self.refusals = limits.refusals(workload.prompts, workload.outputs)
         self.record = record
         self.route: Router
-        self.measured_from, self.measured_to = -inf, inf
-        times = workload.arrivals
-        if times is not None and len(times):
-            self.measured_from = float(times[0]) + warmup if warmup else -inf
-            self.measured_to = float(times[-1]) - drain if drain else inf
-        elif warmup:
-            self.measured_from = warmup
+        first, last = (0.0, inf) if workload.arrivals is None else (workload.arrivals[0], workload.arrivals[-1])
+        record.measured_from, record.measured_to = float(first) + warmup, float(last) - drain
         self.issued = 0
         self.all_done = env.event()
 
@@ -147,7 +142,7 @@ class _Arrivals:
         event.callbacks.append(lambda _: self._arrive(id, time, prompt, output, session))
 
     def _arrive(self, id: int, time: float, prompt: int, output: int, session: int | None) -> None:
-        measured = self.measured_from <= time <= self.measured_to
+        measured = self.record.measured_from <= time <= self.record.measured_to
         request = Request(id, time, prompt, output, measured=measured, session=session)
         self.record.arrived(request)
         if id in self.refusals:

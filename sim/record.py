@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from math import nan
+from math import inf, nan
 from struct import Struct
 
 from sim.executor import Spent, Step
 from sim.request import Batch, Request
 
-COMPLETED, UNFINISHED = "completed", "unfinished"
+COMPLETED, UNFINISHED, REFUSED = "completed", "unfinished", "refused"
 STEP_COLUMNS = {
     "replica": "i4",
     "start_s": "f8",
@@ -32,6 +32,7 @@ class Record:
     """
 
     def __init__(self, requests: int, *, keep_steps: bool = True) -> None:
+        self.measured_from, self.measured_to = -inf, inf  # arrivals that count in the distributions
         self.offered = 0  # requests that arrived: ids 0, 1, … in order
         self.done = 0
         self.arrival = array("d", [nan]) * requests

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from sim.errors import unknown
 
 
 class Table(BaseModel):
@@ -12,7 +16,31 @@ class Table(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_are_known(cls, data: Any) -> Any:
+        """An unknown key is answered with the nearest known one."""
+        if isinstance(data, dict):
+            for key in data:
+                if key not in cls.model_fields:
+                    kind = f"key of kind {data['kind']!r}:" if "kind" in data else "key"
+                    what = unknown(kind, str(key), cls.model_fields).replace("{", "{{")
+                    raise PydanticCustomError("unknown_key", what, {"key": str(key)})
+        return data
+
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**53)]
+
+
+def one_of(kind: str, names: Iterable[str]) -> AfterValidator:
+    """A string that must be one of `names`; anything else is answered with the nearest of them."""
+    known = tuple(names)
+
+    def check(name: str) -> str:
+        if name not in known:
+            raise ValueError(unknown(kind, name, known))
+        return name
+
+    return AfterValidator(check)

@@ -233,13 +233,13 @@ def _csv(path: Path) -> tuple[Format, pl.DataFrame, list[str]]:
     form = next((form for form in FORMATS if set(form.columns) <= set(names)), None)
     if form is None or len(set(names)) != len(names):
         raise _unknown_columns(names)
-    if not table.height:
-        raise BadInput("has a header and no rows")
     table.columns = names
     sessions = [name for name in SESSIONS if name in names][:1]
     table = table.select(*form.columns, *sessions).with_row_index("row", offset=2)
     if scan.quotes or scan.commas != (len(names) - 1) * (table.height + 1):
         table = table.filter(~pl.col("row").is_in(_blank_rows(path)))
+    if not table.height:
+        raise BadInput("has a header and no rows")
     return form, table, []
 
 

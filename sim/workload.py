@@ -152,7 +152,7 @@ def _take(trace: Trace, table: WorkloadTable, limit: int, repeat: bool, rng: np.
     if n > each and not repeat:
         raise _too_few(trace.source, n, each, rows - each)
     passes = -(-n // each)
-    if passes * rows > MOST_CANDIDATES + 64 * n:
+    if (passes - 1) * rows > MOST_CANDIDATES + 64 * n:
         raise _nothing_fits(f"only {each} of the {rows} rows of {trace.source}", limit)
     order = np.tile(np.arange(rows), (passes, 1))
     order = (order if rng is None else rng.permuted(order, axis=1)).ravel()

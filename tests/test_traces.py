@@ -179,6 +179,7 @@ def test_mooncake_is_in_milliseconds_and_tolerates_blank_lines(load: Load) -> No
         ("", "the file is empty"),
         ("\n \n", "the file is empty"),
         (TIMED, "has a header and no rows"),
+        (TIMED + "\n\n", "has a header and no rows"),
         ("a,b\n1,2\n", "row 1: columns a,b fit no known format: arrived_at,num_prefill_tokens,num_decode_tokens; "),
         (LENGTHS_ONLY + "1,nan\n", "row 2, column num_decode_tokens: 'nan' is not a whole number of tokens from 0 to"),
         (LENGTHS_ONLY + "1,1\ninf,1\n", "row 3, column num_prefill_tokens: 'inf' is not a whole number"),
@@ -243,3 +244,10 @@ def test_a_gigabyte_without_a_line_end_is_refused_at_once(tmp_path: Path) -> Non
         file.truncate(2**30)  # sparse: nothing after the first blocks may be read
     with pytest.raises(BadInput, match="row 2: the line is longer"):
         read(path, "long.csv")
+
+
+def test_the_sort_is_stable_in_a_long_file(load: Load) -> None:
+    trace = load(TIMED + "".join(f"{i * 7919 % 5},{i},1\n" for i in range(1, 3001)))
+    assert trace.arrivals is not None
+    for instant in range(5):
+        assert (np.diff(trace.prompts[trace.arrivals == instant]) > 0).all()

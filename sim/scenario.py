@@ -1,0 +1,179 @@
+"""A scenario: strict TOML in, the same TOML out, every default filled in."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tomli_w
+from pydantic import Field, PrivateAttr, ValidationError
+
+from sim import schema
+from sim.affine import AffineTable
+from sim.errors import BadInput
+from sim.hardware import DeviceTable, ModelTable
+from sim.policies import POLICIES
+from sim.settings import Setting, apply, describe
+from sim.table import Table, one_of
+from sim.workload import WorkloadTable
+
+LARGEST_FILE = 1 << 20  # bytes; a scenario is a page of text
+PolicyName = Annotated[str, one_of("policy", POLICIES)]
+
+
+class Scenario(Table):
+    """What to run. `Scenario.load` reads one from a file; `with_` makes a variation; `to_toml` writes it back."""
+
+    name: str = ""
+    model: ModelTable | None = None
+    device: DeviceTable | None = None
+    deployment: schema.DeploymentTable = Field(default_factory=schema.DeploymentTable)
+    engine: schema.EngineTable = Field(default_factory=schema.EngineTable)
+    scheduler: schema.SchedulerTable = Field(default_factory=schema.SchedulerTable)
+    policy: dict[PolicyName, schema.PolicyTable] = Field(default_factory=dict)
+    latency: schema.Latency
+    workload: WorkloadTable
+    slo: schema.SloTable = Field(default_factory=lambda: schema.SloTable({}))
+    metrics: schema.MetricsTable = Field(default_factory=schema.MetricsTable)
+    cost: schema.CostTable = Field(default_factory=schema.CostTable)
+    _directory: Path = PrivateAttr(default_factory=Path.cwd)
+    _source: str = PrivateAttr(default="scenario")
+    _settings: tuple[Setting, ...] = PrivateAttr(default=())
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+
+    @classmethod
+    def load(cls, path: str | Path, settings: Sequence[Setting] = ()) -> Scenario:
+        """Read a file and apply `settings` to it, in order. BadInput names the file, or the option that set the key."""
+        path = Path(path)
+        data = _read(path)
+        data.setdefault("name", path.stem)
+        return cls._build(data, path.resolve().parent, str(path), settings)
+
+    @classmethod
+    def from_toml(cls, text: str, directory: str | Path = ".") -> Scenario:
+        """Read a scenario from text; its relative paths are relative to `directory`."""
+        return cls._build(_parse(text, "scenario"), Path(directory).resolve(), "scenario", ())
+
+    @classmethod
+    def _build(
+        cls,
+        data: dict[str, Any],
+        directory: Path,
+        source: str,
+        new: Sequence[Setting],
+        old: Sequence[Setting] = (),
+    ) -> Scenario:
+        settings = (*old, *new)
+        notes = apply(data, new)
+        try:
+            scenario = cls.model_validate(data)
+        except ValidationError as error:
+            key, what = describe(error)
+            raise BadInput(what, source=_source_of(key, source, settings), key=key) from None
+        scenario._directory = directory
+        scenario._source = source
+        scenario._settings = settings
+        scenario._notes = tuple(notes)
+        scenario.check()
+        return scenario
+
+    def with_(self, **changes: Any) -> Scenario:
+        """A variation: keys are dotted paths with `__` for the dots, `with_(workload__arrivals__rate=3.0)`."""
+        settings = [Setting(key.replace("__", "."), value, "with_") for key, value in changes.items()]
+        return self._build(self._data(), self._directory, self._source, settings, self._settings)
+
+    def for_policy(self, policy: str) -> Scenario:
+        """This scenario under `policy`, with the keys of its [policy] table in place."""
+        data = self._data()
+        own = data.pop("policy", {}).get(policy, {})
+        data["scheduler"]["policy"] = policy
+        for key, value in own.items():
+            data["scheduler" if key in schema.SchedulerTable.model_fields else "engine"][key] = value
+        return self._build(data, self._directory, self._source, (), self._settings)
+
+    @property
+    def directory(self) -> Path:
+        """What relative paths are relative to."""
+        return self._directory
+
+    @property
+    def source(self) -> str:
+        """The file it came from, as the user named it."""
+        return self._source
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was done to it that the user should know."""
+        return self._notes
+
+    def to_toml(self) -> str:
+        """The scenario as run: every default filled in, paths absolute."""
+        data = self._data()
+        data["engine"].setdefault("max_batch_tokens", self.engine.max_model_tokens)
+        for table in (data["workload"]["arrivals"], data["workload"]["lengths"]):
+            if "path" in table:
+                table["path"] = str((self._directory / table["path"]).resolve())
+        if "hf_config" in data.get("model", {}):
+            data["model"]["hf_config"] = str((self._directory / data["model"]["hf_config"]).resolve())
+        return tomli_w.dumps(data)
+
+    def blame(self, error: BadInput) -> BadInput:
+        """The error with the place its key came from, where it does not say."""
+        return error.within(source=_source_of(error.key, self._source, self._settings))
+
+    def _data(self) -> dict[str, Any]:
+        data = self.model_dump(exclude_none=True)
+        return {key: value for key, value in data.items() if value != {}}
+
+    def check(self) -> None:
+        """What no single key can tell. BadInput for what cannot be run."""
+        for table, given in (("model", self.model), ("device", self.device)):
+            needless = isinstance(self.latency, AffineTable) and self.engine.num_blocks is not None
+            if given is None and not needless:
+                why = 'required; only with latency.kind = "affine" and engine.num_blocks may it be left out'
+                raise self.blame(BadInput(why, key=f"[{table}]"))
+        if isinstance(self.latency, AffineTable) and self.latency.step + self.latency.token <= 0:
+            raise self.blame(
+                BadInput("step + token must be greater than 0: an iteration takes time", key="[latency] step")
+            )
+        batch, longest = self.engine.max_batch_tokens, self.engine.max_model_tokens
+        if self.scheduler.policy == "prefill-first" and batch is not None and batch < longest:
+            what = f"{batch} must be at least max_model_tokens = {longest}: prefill-first takes whole prompts"
+            raise self.blame(BadInput(what, key="[engine] max_batch_tokens"))
+
+
+def _source_of(key: str | None, source: str, settings: Sequence[Setting]) -> str:
+    """The option that set a key, or the file."""
+    path = ".".join((key or "").replace("[", "").replace("]", "").split()) if key else ""
+    for setting in reversed(settings):
+        if path and (setting.path == path or setting.path.startswith(path + ".")):
+            return setting.option
+    return source
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise BadInput(_reason(error), source=str(path)) from None
+    if len(raw) > LARGEST_FILE:
+        raise BadInput(f"larger than {LARGEST_FILE} bytes: not a scenario", source=str(path))
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"not UTF-8: byte {raw[error.start]:#04x} at position {error.start}", source=str(path)) from None
+    return _parse(text, str(path))
+
+
+def _parse(text: str, source: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise BadInput(f"not TOML: {error}", source=source) from None
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()

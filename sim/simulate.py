@@ -1,0 +1,156 @@
+"""From a scenario to its result: what serves, what it serves, and the run itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sim import hardware, memory
+from sim.affine import Affine, AffineTable
+from sim.cluster import Deployment, Watch, serve
+from sim.errors import BadInput
+from sim.executor import Executor
+from sim.report import Report
+from sim.roofline import Roofline, RooflineTable
+from sim.scenario import Scenario
+from sim.scheduler import Limits
+from sim.workload import Workload, build, streams
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A scenario made ready to run: names looked up, memory divided, nothing drawn yet."""
+
+    scenario: Scenario
+    model: hardware.Model | None
+    device: hardware.Device | None
+    memory: memory.Memory | None  # None where num_blocks was given
+    deployment: Deployment
+    executor: Callable[[], Executor]
+
+    @property
+    def devices(self) -> int:
+        """Devices of all replicas."""
+        parallel = self.scenario.deployment
+        return parallel.tensor_parallel * parallel.pipeline_parallel * parallel.replicas
+
+
+def plan(scenario: Scenario) -> Plan:
+    """Look up and size everything that the scenario names. BadInput for what cannot be."""
+    try:
+        return _plan(scenario.for_policy(scenario.scheduler.policy))
+    except BadInput as error:
+        raise scenario.blame(error) from None
+
+
+def workload(scenario: Scenario) -> Workload:
+    """The requests of a scenario. BadInput for what cannot be read or drawn."""
+    try:
+        return build(scenario.workload, scenario.engine.max_model_tokens, scenario.directory)
+    except BadInput as error:
+        raise scenario.blame(error) from None
+
+
+def simulate(
+    scenario: Scenario,
+    *,
+    keep_steps: bool = True,
+    wall_clock: bool = False,
+    watch: Watch | None = None,
+    requests: Workload | None = None,
+) -> Report:
+    """Run a scenario. `requests` are used instead of the workload that the scenario describes, where given.
+
+    `watch(record, now)` sees the run from time to time and stops it by returning True; `wall_clock` lets requests
+    arrive in real time. BadInput for a scenario that cannot be run.
+    """
+    planned = plan(scenario)
+    work = requests if requests is not None else workload(planned.scenario)
+    if planned.deployment.router == "sticky" and work.sessions is None:
+        what = "sticky needs a trace with sessions (a column session_id)"
+        raise scenario.blame(BadInput(what, key="[deployment] router"))
+    metrics = scenario.metrics
+    if metrics.drain and work.arrivals is None:
+        what = f"{metrics.drain:g} s before the last arrival is not known in a closed loop; only warmup is"
+        raise scenario.blame(BadInput(what, key="[metrics] drain"))
+    record = serve(
+        work,
+        planned.deployment,
+        planned.executor,
+        routing=np.random.default_rng(streams(scenario.workload.seed).routing),
+        time_limit=planned.scenario.engine.time_limit,
+        warmup=metrics.warmup,
+        drain=metrics.drain,
+        keep_steps=keep_steps,
+        wall_clock=wall_clock,
+        watch=watch,
+    )
+    return Report(planned, work, record)
+
+
+def _plan(scenario: Scenario) -> Plan:
+    parallel, engine = scenario.deployment, scenario.engine
+    tp, pp = parallel.tensor_parallel, parallel.pipeline_parallel
+    model = hardware.model(scenario.model, scenario.directory) if scenario.model else None
+    device = hardware.device(scenario.device) if scenario.device else None
+    if model is not None:
+        model.check_parallel(tp, pp)
+    limits = _limits(scenario)
+    room = None
+    if engine.num_blocks is None:
+        assert model is not None  # Scenario.check
+        assert device is not None
+        room = memory.num_blocks(
+            model,
+            device,
+            tp=tp,
+            pp=pp,
+            block_tokens=engine.block_tokens,
+            memory_fraction=engine.memory_fraction,
+            max_batch_tokens=_largest_batch(limits),
+            max_sequences=engine.max_sequences,
+        )
+        limits = replace(limits, num_blocks=room.num_blocks)
+    executor = _executor(scenario, model, device)
+    deployment = Deployment(limits, pp, parallel.replicas, parallel.router)
+    return Plan(scenario, model, device, room, deployment, executor)
+
+
+def _limits(scenario: Scenario) -> Limits:
+    engine, budget = scenario.engine, scenario.scheduler.token_budget
+    if budget == "auto":
+        what = "'auto' is not supported by this version; give a number of tokens"
+        raise BadInput(what, key="[scheduler] token_budget")
+    return Limits(
+        policy=scenario.scheduler.policy,
+        num_blocks=engine.num_blocks or 0,
+        block_tokens=engine.block_tokens,
+        watermark=engine.watermark,
+        max_sequences=engine.max_sequences,
+        max_model_tokens=engine.max_model_tokens,
+        max_batch_tokens=engine.max_batch_tokens or engine.max_model_tokens,
+        token_budget=budget,
+    )
+
+
+def _largest_batch(limits: Limits) -> int:
+    """Tokens of the largest batch that memory must be kept for: an engine measures itself with one before it serves."""
+    chunked = limits.policy in ("stall-free", "alternating")
+    return max(limits.token_budget, limits.max_sequences) if chunked else limits.max_batch_tokens
+
+
+def _executor(
+    scenario: Scenario, model: hardware.Model | None, device: hardware.Device | None
+) -> Callable[[], Executor]:
+    latency, parallel = scenario.latency, scenario.deployment
+    if isinstance(latency, AffineTable):
+        return lambda: Affine(latency, parallel.pipeline_parallel)
+    if isinstance(latency, RooflineTable):
+        assert model is not None  # Scenario.check
+        assert device is not None
+        roofline = Roofline(latency, model, device, parallel.tensor_parallel, parallel.pipeline_parallel)
+        return lambda: roofline
+    what = f'unknown profile {latency.name!r}; none is shipped with this version, use kind = "roofline"'
+    raise BadInput(what, key="[latency] name")
