@@ -213,7 +213,7 @@ class Report:
     def _bubble(self) -> float | None:
         """Idle time of the stages, as a share of all their time."""
         stages = self.plan.deployment.stages * self.plan.deployment.replicas
-        return 1 - self.record.busy / (stages * self.duration) if self.duration else None
+        return max(0.0, 1 - self.record.busy / (stages * self.duration)) if self.duration else None
 
     def _share_of_peak(self, what: str) -> float | None:
         """MFU (of the FLOP/s that the weights' dtype allows) or MBU (of the memory bandwidth) of all devices."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -146,11 +147,10 @@ def _executor(
 ) -> Callable[[], Executor]:
     latency, parallel = scenario.latency, scenario.deployment
     if isinstance(latency, AffineTable):
-        return lambda: Affine(latency, parallel.pipeline_parallel)
+        return partial(Affine, latency, parallel.pipeline_parallel)
     if isinstance(latency, RooflineTable):
         assert model is not None  # Scenario.check
         assert device is not None
-        roofline = Roofline(latency, model, device, parallel.tensor_parallel, parallel.pipeline_parallel)
-        return lambda: roofline
+        return partial(Roofline, latency, model, device, parallel.tensor_parallel, parallel.pipeline_parallel)
     what = f'unknown profile {latency.name!r}; none is shipped with this version, use kind = "roofline"'
     raise BadInput(what, key="[latency] name")

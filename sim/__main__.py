@@ -1,0 +1,53 @@
+"""`python -m sim` and the console command `servecast`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from cyclopts import CycloptsError
+
+from sim.errors import BadInput
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0 done, 2 bad input (one line on stderr), 1 anything else."""
+    sys.exit(status(sys.argv[1:] if arguments is None else arguments))
+
+
+def status(arguments: Sequence[str]) -> int:
+    """The exit status of a command."""
+    from sim.cli import app
+
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        app(list(arguments), exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
+    except BadInput as error:
+        return _fail(str(error), 2)
+    except CycloptsError as error:
+        return _fail(" ".join(str(error).split()), 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 1)
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except MemoryError:
+        return _fail("out of memory", 1)
+    return 0
+
+
+def _fail(what: str, code: int) -> int:
+    print(f"servecast: error: {what}", file=sys.stderr)
+    return code
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""Results for people: readable tables on a terminal. Scripts take `--json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from sim.affine import AffineTable
+from sim.capacity import Capacity
+from sim.roofline import RooflineTable
+from sim.scenario import Scenario
+from sim.simulate import Plan
+
+METRICS = {
+    "ttft_s": "TTFT",
+    "tbt_s": "TBT",
+    "tpot_s": "TPOT",
+    "e2e_s": "E2E",
+    "scheduling_delay_s": "Scheduling delay",
+}
+COLUMNS = ("mean", "p50", "p90", "p99", "max")
+PARTS = {
+    "compute": "arithmetic",
+    "weight_reads": "reading weights",
+    "kv_reads": "reading KV",
+    "activations": "activations",
+    "communication": "communication",
+    "host": "host",
+}
+MEMORY = {"weights": "weights_bytes", "activations": "activation_bytes", "KV": "kv_bytes"}
+Summary = Mapping[str, Any]
+
+
+def seconds(value: float | None) -> str:
+    """A duration in the unit that suits it."""
+    if value is None:
+        return "–"
+    if value != 0 and abs(value) < 0.9995:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value:.3g} s" if abs(value) < 999.5 else f"{value:,.0f} s"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Thousands separated; a dash for what is not defined."""
+    if value is None:
+        return "–"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}g}" if value < 1000 else f"{value:,.0f}"
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def run(summary: Summary, plan: Plan) -> RenderableType:
+    """One run: what served what, the distributions, the verdict, the machine."""
+    return Group(
+        _title(summary["name"], deployed(plan)),
+        _counts(summary),
+        "",
+        _distributions(summary),
+        *_verdicts(summary),
+        "",
+        _machine(summary),
+        *_notes([*summary["notes"], provenance(plan.scenario)]),
+    )
+
+
+def compare(summaries: Sequence[Summary], plan: Plan) -> RenderableType:
+    """The same requests under several policies, side by side."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    for summary in summaries:
+        table.add_column(summary["policy"], justify="right")
+
+    def row(label: str, cells: list[str]) -> None:
+        table.add_row(label, *cells)
+
+    for key, label in METRICS.items():
+        for percentile in ("p50", "p99"):
+            row(f"{label} {percentile.upper()}", [seconds(s[key][percentile]) for s in summaries])
+    row("TBT max", [seconds(s["tbt_s"]["max"]) for s in summaries])
+    row("requests/s", [number(s["request_throughput"]) for s in summaries])
+    row("output tokens/s", [number(s["output_throughput"]) for s in summaries])
+    row("KV blocks, peak of all", [f"{s['kv_peak']:,} of {s['kv_blocks']:,}" for s in summaries])
+    row("preemptions", [number(s["preemptions"]) for s in summaries])
+    row("MFU / MBU", [f"{percent(s['mfu'])} / {percent(s['mbu'])}" for s in summaries])
+    row("bubbles", [percent(s["bubble_fraction"]) for s in summaries])
+    for count in ("unfinished", "refused"):
+        if any(s[count] for s in summaries):
+            counts = [s[count] if isinstance(s[count], int) else sum(s[count].values()) for s in summaries]
+            row(count, [number(n) for n in counts])
+    for key in summaries[0]["slo"]:
+        limit = summaries[0]["slo"][key]["limit"]
+        row(f"SLO {key} {_sign(key)} {_limit(key, limit)}", [_met(s["slo"][key]["met"]) for s in summaries])
+    notes = list(dict.fromkeys(note for summary in summaries for note in summary["notes"]))
+    offered = f"the same {summaries[0]['offered']:,} requests under each policy"
+    head = _title(summaries[0]["name"], f"{_where(plan)} · {offered}")
+    return Group(head, "", table, *_notes([*notes, provenance(plan.scenario)]))
+
+
+def capacities(found: Sequence[Capacity], scenario: Scenario) -> RenderableType:
+    """Capacity per policy, with what limits it."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading, justify in (
+        ("policy", "left"),
+        ("requests/s", "right"),
+        ("interval", "right"),
+        ("limited by", "left"),
+    ):
+        table.add_column(heading, justify="right" if justify == "right" else "left")
+    table.add_column("trials", justify="right")
+    for one in found:
+        interval = "–" if one.interval is None else f"{one.interval[0]:.3g} to {one.interval[1]:.3g}"
+        rate = number(one.rate) if one.rate else "not feasible"
+        table.add_row(one.policy, rate, interval, one.limited_by or "nothing", str(len(one.trials)))
+    limits = [
+        f"{key} {_sign(key)} {_limit(key, limit)}" for key, limit in scenario.slo.root.items() if limit is not True
+    ]
+    notes = dict.fromkeys(note for one in found for note in one.notes)
+    searches = len(found[0].seeds)
+    meaning = f"interval: smallest and largest of {searches} searches on other seeds" if searches > 1 else ""
+    return Group(
+        _title(scenario.name, "SLO: " + ", ".join(limits)),
+        "",
+        table,
+        *_notes([*filter(None, [meaning]), *notes, provenance(scenario)]),
+    )
+
+
+def cost(result: Mapping[str, Any], scenario: Scenario) -> RenderableType:
+    """Cost per million tokens, and how it moves."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    held = f"{number(result['rate'])} requests/s" if result["rate"] else "not feasible"
+    source = (
+        f"capacity, limited by {result['limited_by'] or 'nothing'}" if result["rate_from"] == "capacity" else "given"
+    )
+    table.add_row("rate", f"{held} ({source})")
+    for key, label in (
+        ("per_million_output_tokens", "per million output tokens"),
+        ("per_million_tokens", "per million tokens, prompt and output"),
+    ):
+        table.add_row(label, number(result[key]))
+    if (interval := result["interval_per_million_output_tokens"]) and None not in interval:
+        table.add_row("  between, over seeds", f"{number(interval[0])} and {number(interval[1])}")
+    sensitivity = result["sensitivity"]
+    for load, price in sensitivity["load"].items():
+        if load != "1.0":
+            table.add_row(f"  at {float(load):.0%} of that rate", number(price))
+    for factor, price in sensitivity["gpu_hour"].items():
+        table.add_row(f"  at {float(factor):.0%} of the price", number(price))
+    for scale, row in sensitivity["slo"].items():
+        if scale != "1.0":
+            told = number(row["per_million_output_tokens"]) if row["rate"] else "not feasible"
+            table.add_row(f"  with latency limits × {scale}", f"{told} ({number(row['rate'])} requests/s)")
+    where = f"{result['devices']} devices at {result['gpu_hour']:g} an hour each (a parameter: [cost] gpu_hour)"
+    head = _title(result["name"], f"{result['policy']} · {where}")
+    return Group(head, "", table, *_notes([*result["notes"], provenance(scenario)]))
+
+
+def meaning(explained: Mapping[str, Any], scenario: Scenario) -> RenderableType:
+    """What a scenario means."""
+    memory = explained["memory_per_device"]
+    gib = 2**30
+    lines = [
+        f"{explained['kv_blocks']:,} KV blocks a replica ({explained['kv_blocks_from']}), "
+        f"{explained['devices']} devices in all"
+    ]
+    if memory is not None:
+        parts = (f"{name} {memory[key] / gib:.1f} GiB" for name, key in MEMORY.items())
+        lines.append("memory of the tightest device: " + ", ".join(parts))
+    rate = explained["mean_rate"]
+    at = f" at {number(rate)} a second on average" if rate else ""
+    lines.append(f"{explained['requests']:,} requests{at}")
+    for key in ("prompt_tokens", "output_tokens"):
+        told = ", ".join(f"{name} {number(value)}" for name, value in explained[key].items())
+        lines.append(f"{key.replace('_', ' ')}: {told}")
+    if explained["refused"]:
+        lines.append(f"{explained['refused']:,} of them can never be served and will be refused")
+    title = _title(scenario.name, scenario.source)
+    return Group(
+        title, "", *lines, *_notes([*explained["notes"], provenance(scenario)]), "", Text(explained["scenario"])
+    )
+
+
+def rows(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """A list, one row a line."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in rows[0]:
+        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+    for row in rows:
+        table.add_row(*(value if isinstance(value, str) else _figure(value) for value in row.values()))
+    return table
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def deployed(plan: Plan) -> str:
+    """What serves, in a line."""
+    limits = plan.deployment.limits
+    budget = f", {limits.token_budget} tokens" if limits.policy in ("stall-free", "alternating") else ""
+    return f"{_where(plan)} · {limits.policy}{budget}"
+
+
+def provenance(scenario: Scenario) -> str:
+    """Where the times of a forecast come from."""
+    latency = scenario.latency
+    if isinstance(latency, AffineTable):
+        return "times: affine coefficients of the scenario, taken as given"
+    if isinstance(latency, RooflineTable):
+        host = "no host time" if latency.step == latency.sequence == 0 else "host time as given"
+        return (
+            f"times: roofline from data-sheet figures (published) and kernel efficiencies (assumed), {host}; "
+            "not calibrated, expect tens of per cent of error"
+        )
+    return f"times: profile {latency.name}"
+
+
+def to_console(content: RenderableType) -> None:
+    Console(soft_wrap=False, highlight=False).print(content)
+
+
+def _where(plan: Plan) -> str:
+    parallel = plan.scenario.deployment
+    tp, pp, replicas = parallel.tensor_parallel, parallel.pipeline_parallel, parallel.replicas
+    model = plan.model.name if plan.model else "no model"
+    device = plan.device.name if plan.device else "no device"
+    split = "".join(f" {name}{n}" for name, n in (("TP", tp), ("PP", pp)) if n > 1)
+    many = f" × {replicas} replicas" if replicas > 1 else ""
+    return f"{model} on {plan.devices // replicas} × {device}{split}{many}"
+
+
+def _title(name: str, what: str) -> RenderableType:
+    return Group(Text(name, style="bold"), Text(what, style="dim"))
+
+
+def _counts(summary: Summary) -> str:
+    refused = sum(summary["refused"].values())
+    parts = [f"{summary['completed']:,} of {summary['offered']:,} requests completed"]
+    parts += [f"{summary['unfinished']:,} unfinished"] if summary["unfinished"] else []
+    parts += [f"{refused:,} refused ({', '.join(summary['refused'])})"] if refused else []
+    return f"{', '.join(parts)} in {seconds(summary['duration_s'])} of the clock, {summary['iterations']:,} iterations"
+
+
+def _distributions(summary: Summary) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    for column in (*COLUMNS, "n"):
+        table.add_column(column if column in ("mean", "max", "n") else column.upper(), justify="right")
+    for key, label in METRICS.items():
+        values = summary[key]
+        table.add_row(label, *(seconds(values[column]) for column in COLUMNS), number(values["n"]))
+    return table
+
+
+def _verdicts(summary: Summary) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    for key, verdict in summary["slo"].items():
+        value = _limit(key, verdict["value"])
+        lines.append(
+            Text.from_markup(f"{_met(verdict['met'])} {key} {value} {_sign(key)} {_limit(key, verdict['limit'])}")
+        )
+    if summary["attainment"] is not None:
+        lines.append(f"attainment {percent(summary['attainment'])}, goodput {number(summary['goodput'])} requests/s")
+    return ["", *lines] if lines else []
+
+
+def _machine(summary: Summary) -> str:
+    parts = [
+        f"{number(summary['request_throughput'])} requests/s, {number(summary['output_throughput'])} output tokens/s",
+        f"KV peak {summary['kv_peak']:,} of {summary['kv_blocks']:,} blocks, {summary['preemptions']:,} preemptions",
+        f"MFU {percent(summary['mfu'])}, MBU {percent(summary['mbu'])}, bubbles {percent(summary['bubble_fraction'])}",
+    ]
+    if summary["time_share"]:
+        shares = sorted(summary["time_share"].items(), key=lambda item: -item[1])
+        parts.append(
+            "busy with " + ", ".join(f"{PARTS[name]} {percent(share)}" for name, share in shares if share >= 0.0005)
+        )
+    return "\n".join(parts)
+
+
+def _notes(notes: Sequence[str]) -> list[RenderableType]:
+    return ["", *(Text(f"· {note}", style="dim") for note in notes)] if notes else []
+
+
+def _met(met: bool) -> str:
+    return "[green]met[/]" if met else "[red]missed[/]"
+
+
+def _sign(key: str) -> str:
+    return "≥" if key == "attainment" else "≤"
+
+
+def _limit(key: str, value: float | None) -> str:
+    return percent(value) if key == "attainment" else seconds(value)
