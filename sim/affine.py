@@ -47,3 +47,6 @@ class Affine:
             + self.prefill_attention * batch.attention
         )
         return Step((seconds,) * self.stages, self.hop)
+
+    def spent(self) -> None:
+        """Coefficients do not say what the time is spent on."""

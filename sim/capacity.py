@@ -181,14 +181,18 @@ def _gathered(scenario: Scenario, first: Search, others: Sequence[Search]) -> Ca
 
 
 def _bracket(passes: Callable[[float], bool], start: float, factor: float) -> tuple[float | None, float | None]:
-    """A passing and a failing rate around the limit, in growing strides; None where there is none within reach."""
+    """A passing and a failing rate around the limit; None where there is none within reach.
+
+    Strides grow on the way up. On the way down they double at most: trials that fail are stopped early, and those that
+    pass far below the limit are the longest of all.
+    """
     up = passes(start)
     here, stride = start, factor
     while start / FARTHEST < here < start * FARTHEST:
         there = _rounded(here * stride if up else here / stride)
         if passes(there) != up:
             return (here, there) if up else (there, here)
-        here, stride = there, stride**2
+        here, stride = there, stride**2 if up else min(stride**2, 2.0)
     return (here, None) if up else (None, here)
 
 

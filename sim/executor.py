@@ -9,16 +9,20 @@ from sim.request import Batch
 
 
 class Spent(NamedTuple):
-    """Where an iteration's time went, in seconds summed over stages, and its work over all devices."""
+    """Where time went, in seconds summed over stages, and the work that was done, over all devices."""
 
-    compute: float
-    weight_reads: float
-    kv_reads: float
-    activations: float
-    communication: float
-    host: float
-    flops: float
-    bytes: float
+    compute: float = 0.0
+    weight_reads: float = 0.0
+    kv_reads: float = 0.0
+    activations: float = 0.0
+    communication: float = 0.0
+    host: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+
+    def plus(self, other: Spent, times: float = 1.0) -> Spent:
+        """The sum of this and `times` the other."""
+        return Spent(*(mine + times * its for mine, its in zip(self, other, strict=True)))
 
 
 @dataclass(slots=True)  # not frozen: that would treble the cost of making one
@@ -27,10 +31,12 @@ class Step:
 
     seconds: tuple[float, ...]
     hop: float = 0.0
-    spent: Spent | None = None
 
 
 class Executor(Protocol):
     """Executes a batch, synchronously. A model answers at once; hardware has spent the time it returns."""
 
     def execute(self, batch: Batch) -> Step: ...
+
+    def spent(self) -> Spent | None:
+        """What all its iterations so far were spent on; None if it cannot tell."""

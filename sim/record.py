@@ -6,7 +6,7 @@ from array import array
 from math import inf, nan
 from struct import Struct
 
-from sim.executor import Spent, Step
+from sim.executor import Spent
 from sim.request import Batch, Request
 
 COMPLETED, UNFINISHED, REFUSED = "completed", "unfinished", "refused"
@@ -53,7 +53,7 @@ class Record:
         self.busy = 0.0  # stage seconds
         self.last_commit = nan
         self.ended = nan
-        self.spent = [0.0] * len(Spent._fields)
+        self.spent: Spent | None = None
 
     def arrived(self, request: Request) -> None:
         """A request was offered."""
@@ -65,16 +65,12 @@ class Record:
         self.reasons[request.id] = reason
         self.done += 1
 
-    def launched(self, batch: Batch, step: Step) -> None:
-        """A batch was given to the executor."""
+    def scheduled_now(self, batch: Batch) -> None:
+        """The requests of its chunks were scheduled, for the first time or again."""
         for chunk in batch.chunks:
             request = chunk.request
             if request.scheduled is not None:
                 self.scheduled[request.id] = request.scheduled
-        if step.spent is not None:
-            spent = self.spent
-            for i, amount in enumerate(step.spent):
-                spent[i] += amount
 
     def committed(self, replica: int, batch: Batch) -> None:
         """A batch emitted its tokens."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import simpy
 from simpy.events import NORMAL, EventPriority
 
-from sim.executor import Executor
+from sim.executor import Executor, Spent
 from sim.request import Batch, Request
 from sim.scheduler import Scheduler
 
@@ -112,8 +112,8 @@ class Replica:
                 batch.stage_ends.append(end)
                 ready = end + step.hop
             batch.end = batch.stage_ends[-1]
-        if batch.chunks or step.spent is not None:
-            self.record.launched(batch, step)
+        if batch.chunks:
+            self.record.scheduled_now(batch)
 
     def next_change(self, *, idle: bool) -> simpy.Event:
         """With room in the pipeline: the next commit or release of stage 1, or an arrival where it is `idle`."""
@@ -161,3 +161,5 @@ class Replica:
             ends = batch.stage_ends if len(batch.seconds) > 1 else [batch.end]
             for end, seconds in zip(ends, batch.seconds, strict=True):
                 self.record.busy += max(0.0, min(end, over) - (end - seconds))
+        if (spent := self.executor.spent()) is not None:
+            self.record.spent = spent.plus(self.record.spent or Spent())

@@ -119,6 +119,8 @@ class Report:
         said = [*self.plan.scenario.notes, *self.workload.notes]
         if left_out := int(self.record.offered - self._measured.sum()):
             said.append(f"{left_out} requests of warm-up or drain are simulated but not in the distributions")
+        if not self._measured.any():
+            said.append("no request is left to measure: metrics.warmup and metrics.drain cover all arrivals")
         if unfinished := self.record.offered - self.record.done:
             said.append(f"{unfinished} requests were cut off: their tokens count, their E2E and TPOT do not")
         n = self.distributions["ttft"]["n"]
@@ -217,7 +219,8 @@ class Report:
 
     def _share_of_peak(self, what: str) -> float | None:
         """MFU (of the FLOP/s that the weights' dtype allows) or MBU (of the memory bandwidth) of all devices."""
-        model, device, work = self.plan.model, self.plan.device, self.record.spent[Spent._fields.index(what)]
+        model, device = self.plan.model, self.plan.device
+        work = getattr(self.record.spent, what, 0.0)
         if not work or not self.duration or model is None or device is None:
             return None
         peak = device.peak_flops(model.dtype) if what == "flops" else device.memory_bandwidth
@@ -225,7 +228,7 @@ class Report:
 
     def _time_share(self) -> dict[str, float] | None:
         """Where the stages' busy time goes; None where the latency model does not say."""
-        parts = dict(zip(Spent._fields[:-2], self.record.spent, strict=False))
+        parts = dict(zip(Spent._fields[:-2], self.record.spent or (), strict=False))
         total = sum(parts.values())
         return {name: part / total for name, part in parts.items()} if total else None
 

@@ -8,6 +8,7 @@ tens of per cent of error, and use a calibrated profile where there is one.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -18,6 +19,7 @@ from sim.request import Batch
 from sim.table import Count, NonNegative, Table
 
 Share = Annotated[float, Field(gt=0, le=1)]
+MOST_SHAPES = 1 << 16  # kept at a time
 ACTIVATION_BYTES = 2  # of one element; activations are 16-bit whatever the weights are
 
 
@@ -43,6 +45,19 @@ class RooflineTable(Table):
     """Host seconds per iteration and stage (scheduling, launching)."""
     sequence: NonNegative = 0.0
     """Host seconds per request in the batch and stage (sampling, detokenising)."""
+
+
+@dataclass(slots=True)
+class _Shape:
+    """Seconds of an iteration apart from attention: per layer, for logits, of the host on each stage, between stages;
+    what they are spent on; and how many iterations were like that."""
+
+    layer: float
+    logits: float
+    host: float
+    hop: float
+    spent: Spent
+    uses: int = 0
 
 
 class Roofline:
@@ -101,38 +116,67 @@ class Roofline:
         self.flops_pair = 4 * model.heads * model.head_dim * model.layers
         self.bytes_per_second = bandwidth * tp
 
+        # what the run came to
+        self.shapes: dict[tuple[int, int], _Shape] = {}
+        self.kv_tokens = 0.0
+        self.pairs = 0.0
+        self.attended = 0.0
+        self.attention_read = 0.0
+        self.folded = Spent()
+
     def execute(self, batch: Batch) -> Step:
-        """The batch's time on each stage, and what it was spent on."""
+        """The batch's time on each stage."""
         tokens = batch.decodes + batch.prefill_tokens
         rows = batch.decodes + len(batch.chunks)
+        shape = self.shapes.get((tokens, rows)) or self._shape(tokens, rows)
+        shape.uses += 1
+        layer = shape.layer + self._attention(batch)
+        if len(self.stages) == 1:
+            return Step((self.layers * layer + shape.host + shape.logits,), shape.hop)
+        seconds = [layers * layer + shape.host for layers in self.stages]
+        seconds[-1] += shape.logits
+        return Step(tuple(seconds), shape.hop)
+
+    def spent(self) -> Spent:
+        """What all iterations so far were spent on."""
+        total = self.folded.plus(
+            Spent(
+                compute=self.layers * self.attended,
+                kv_reads=self.layers * self.attention_read,
+                flops=self.flops_pair * self.pairs,
+                bytes=self.layers * self.kv_read * self.kv_tokens * self.bytes_per_second,
+            )
+        )
+        for shape in self.shapes.values():
+            total = total.plus(shape.spent, shape.uses)
+        return total
+
+    def _shape(self, tokens: int, rows: int) -> _Shape:
+        """All of an iteration but its attention, which depends on these two counts alone."""
+        if len(self.shapes) >= MOST_SHAPES:
+            for shape in self.shapes.values():
+                self.folded = self.folded.plus(shape.spent, shape.uses)
+            self.shapes.clear()
         computed, read = self._linear(tokens)
-        pairs, kv_tokens, attended, attention_read = self._attention(batch)
         activations = self.activation_token * tokens + self.activation_step
         reduces = self.reduce_token * tokens + self.reduce_step
-        logits_computed, logits_read = self.logits_row * rows, self.logits_read
-        logits = max(logits_computed, logits_read)
-        layer = computed + read + attended + attention_read + activations + reduces
+        logits = max(self.logits_row * rows, self.logits_read)
+        by_arithmetic = self.logits_row * rows > self.logits_read
         host = self.table.step + self.table.sequence * rows
-        seconds = [layers * layer + host for layers in self.stages]
-        seconds[-1] += logits
         hop = self.hop_token * tokens + self.hop_step
-        layers, stages = self.layers, len(seconds)
-        by_arithmetic = logits_computed > logits_read
-        return Step(
-            tuple(seconds),
-            hop,
-            Spent(
-                compute=layers * (computed + attended) + (logits if by_arithmetic else 0.0),
-                weight_reads=layers * read + (0.0 if by_arithmetic else logits),
-                kv_reads=layers * attention_read,
-                activations=layers * activations,
-                communication=layers * reduces + hop * (stages - 1),
-                host=stages * host,
-                flops=self.flops_token * tokens + self.flops_row * rows + self.flops_pair * pairs,
-                bytes=(layers * (self._weights_read(tokens) + self.kv_read * kv_tokens) + logits_read)
-                * self.bytes_per_second,
-            ),
+        layers, stages = self.layers, len(self.stages)
+        spent = Spent(
+            compute=layers * computed + (logits if by_arithmetic else 0.0),
+            weight_reads=layers * read + (0.0 if by_arithmetic else logits),
+            activations=layers * activations,
+            communication=layers * reduces + hop * (stages - 1),
+            host=stages * host,
+            flops=self.flops_token * tokens + self.flops_row * rows,
+            bytes=(layers * self._weights_read(tokens) + self.logits_read) * self.bytes_per_second,
         )
+        shape = _Shape(computed + read + activations + reduces, logits, host, hop, spent)
+        self.shapes[tokens, rows] = shape
+        return shape
 
     def _experts_touched(self, tokens: int) -> float:
         """Expected distinct experts of a layer that a batch needs (Model.experts_touched)."""
@@ -156,33 +200,36 @@ class Roofline:
         )
         return computed, read
 
-    def _attention(self, batch: Batch) -> tuple[float, float, float, float]:
-        """Per layer: pairs of tokens, KV tokens read, seconds bound by arithmetic, seconds bound by reading KV.
+    def _attention(self, batch: Batch) -> float:
+        """Seconds of one layer's attention: each kernel's arithmetic or its reading of KV, whichever takes longer.
 
         Windowed layers count with their share of all layers; decodes with their mean context, an upper bound where
         some contexts are inside the window and others not.
         """
-        window, windowed, decodes = self.window, self.windowed, batch.decodes
+        window, decodes = self.window, batch.decodes
         kv: float = batch.context
         if window is not None and kv > decodes * window:
-            kv -= windowed * (kv - decodes * window)
-        pairs = kv
-        attended, read = 0.0, kv * self.kv_read
-        if kv * self.pair > read:
-            attended, read = kv * self.pair, 0.0
+            kv -= self.windowed * (kv - decodes * window)
+        seconds = self._longer(kv, kv)
         for chunk in batch.chunks:
             start, tokens = chunk.start, chunk.tokens
-            here: float = tokens * (start + tokens / 2)
+            pairs: float = tokens * (start + tokens / 2)
             length: float = start + tokens
             if window is not None and length > window:
                 inside = min(max(window - start, 0), tokens)
                 clipped = inside * (start + inside / 2) + (tokens - inside) * window
-                here -= windowed * (here - clipped)
-                length -= windowed * max(0, length - window - tokens)
-            pairs += here
-            kv += length
-            if here * self.pair > length * self.kv_read:
-                attended += here * self.pair
-            else:
-                read += length * self.kv_read
-        return pairs, kv, attended, read
+                pairs -= self.windowed * (pairs - clipped)
+                length -= self.windowed * max(0, length - window - tokens)
+            seconds += self._longer(pairs, length)
+        return seconds
+
+    def _longer(self, pairs: float, kv_tokens: float) -> float:
+        """Seconds of a kernel over so many pairs of tokens that reads the KV of so many."""
+        self.pairs += pairs
+        self.kv_tokens += kv_tokens
+        computed, read = pairs * self.pair, kv_tokens * self.kv_read
+        if computed > read:
+            self.attended += computed
+            return computed
+        self.attention_read += read
+        return read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from sim.settings import Setting, apply, describe
 from sim.table import Table, one_of
 from sim.workload import WorkloadTable
 
+PATHS = ("path", "hf_config")  # keys that name files
 LARGEST_FILE = 1 << 20  # bytes; a scenario is a page of text
 PolicyName = Annotated[str, one_of("policy", POLICIES)]
 
@@ -65,6 +67,7 @@ class Scenario(Table):
         new: Sequence[Setting],
         old: Sequence[Setting] = (),
     ) -> Scenario:
+        new = [_found(setting, directory) for setting in new]
         settings = (*old, *new)
         notes = apply(data, new)
         try:
@@ -111,7 +114,9 @@ class Scenario(Table):
     def to_toml(self) -> str:
         """The scenario as run: every default filled in, paths absolute."""
         data = self._data()
-        data["engine"].setdefault("max_batch_tokens", self.engine.max_model_tokens)
+        for engine in (data["engine"], *data.get("policy", {}).values()):
+            if self.engine.max_batch_tokens is None and "max_model_tokens" in engine:
+                engine.setdefault("max_batch_tokens", engine["max_model_tokens"])
         for table in (data["workload"]["arrivals"], data["workload"]["lengths"]):
             if "path" in table:
                 table["path"] = str((self._directory / table["path"]).resolve())
@@ -142,6 +147,14 @@ class Scenario(Table):
         if self.scheduler.policy == "prefill-first" and batch is not None and batch < longest:
             what = f"{batch} must be at least max_model_tokens = {longest}: prefill-first takes whole prompts"
             raise self.blame(BadInput(what, key="[engine] max_batch_tokens"))
+
+
+def _found(setting: Setting, directory: Path) -> Setting:
+    """A relative path from the command line: the scenario's folder goes first, as in the file, then the current one."""
+    key, value = setting.path.rpartition(".")[2], setting.value
+    if key in PATHS and isinstance(value, str) and not (directory / value).exists() and Path(value).exists():
+        return replace(setting, value=str(Path(value).resolve()))
+    return setting
 
 
 def _source_of(key: str | None, source: str, settings: Sequence[Setting]) -> str:

@@ -71,7 +71,7 @@ def _put(data: dict[str, Any], setting: Setting) -> str | None:
 def describe(error: ValidationError) -> tuple[str, str]:
     """The first thing wrong, as (`[table] key`, what and which limit)."""
     first = min(error.errors(include_url=False), key=lambda e: e["type"] == "missing")
-    where = [str(part) for part in first["loc"]]
+    where = [str(part) for part in first["loc"] if part != "[key]"]  # pydantic's mark for a key of a table of tables
     for kind in {str(first.get("ctx", {}).get("tag", "")), *_tags(where)}:
         if kind in where:
             where.remove(kind)

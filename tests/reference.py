@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import isnan
 
 import naive
@@ -29,7 +29,7 @@ class Spy:
         self.chunks: list[list[tuple[int, int, int]]] = []
         self.decodes: list[list[int]] = []
         self.emitting: list[list[int]] = []
-        self.starts: list[float] = []
+        self.batches: list[Batch] = []
         self.seconds: list[float] = []
 
     def execute(self, batch: Batch) -> Step:
@@ -40,7 +40,11 @@ class Spy:
         self.emitting.append(decodes + last)
         step = self.affine.execute(batch)
         self.seconds.append(step.seconds[0])
+        self.batches.append(batch)
         return step
+
+    def spent(self) -> None:
+        """The formula does not say."""
 
 
 @dataclass
@@ -134,7 +138,7 @@ def compare(settings: naive.Settings, requests: Rows) -> Run:
     assert record.kv_peak == max((row.kv_blocks_used for row in rows), default=0)
     assert record.done == sum(outcome.status != "unfinished" for outcome in outcomes)
     gaps = [[late - early for early, late in pairwise(outcome.token_times)] for outcome in outcomes]
-    assert pooled_gaps(record) == sorted(sum(gaps, []))
+    assert pooled_gaps(record) == sorted(chain.from_iterable(gaps))
     for outcome, own in zip(outcomes, gaps, strict=True):
         longest = record.longest_gap[outcome.id]
         assert isnan(longest) if outcome.status == "refused" else longest == max(own, default=0.0), outcome
@@ -146,12 +150,12 @@ def pooled_gaps(record: Record) -> list[float]:
     return sorted(gap for gap, count in zip(record.gaps, record.gap_counts, strict=True) for _ in range(count))
 
 
-def stage_seconds(settings: naive.Settings, spy: Spy, starts: Sequence[float], until: float) -> float:
+def stage_seconds(settings: naive.Settings, spy: Spy, until: float) -> float:
     """Busy time of all stages up to `until`, batch by batch and stage by stage, from the rule of section 3 alone."""
     free = [0.0] * settings.stages
     busy = 0.0
-    for start, seconds in zip(starts, spy.seconds, strict=True):
-        ready = start
+    for batch, seconds in zip(spy.batches, spy.seconds, strict=True):
+        ready = batch.start
         for stage in range(settings.stages):
             begin = max(ready, free[stage])
             free[stage] = begin + seconds

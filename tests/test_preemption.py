@@ -201,7 +201,7 @@ def test_a_closed_loop_that_thinks(simulate: Simulate) -> None:
 
 
 def test_a_time_limit_is_a_whole_instant(simulate: Simulate) -> None:
-    """A batch that ends at the limit is committed, who comes at it is offered and scheduled, and who comes later not."""
+    """A batch that ends at the limit is committed, who comes then is offered and scheduled, who comes later is not."""
     requests = [(0.0, 4, 2), (0.0, 4, 3), (0.0, 4, 4), (3.0, 1, 1), (3.5, 1, 1)]
     answer = simulate(tiny("stall-free", 8, time_limit=3.0), requests)
     assert token_times(answer) == [[1, 2], [1, 2, 3], [1, 2, 3], []]
