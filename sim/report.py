@@ -22,13 +22,18 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What a run came to: `summary` (the numbers), `requests` and `steps` (the facts, as polars frames)."""
 
     plan: Plan
     workload: Workload
     record: Record
+
+    def __repr__(self) -> str:
+        done, tbt = self.record.done - len(self.record.reasons), self.distributions["tbt"]["p99"]
+        name, policy = self.plan.scenario.name, self.plan.scenario.scheduler.policy
+        return f"Report({name!r}, {policy}, {done} of {self.record.offered} completed, TBT P99 {tbt} s)"
 
     @cached_property
     def requests(self) -> pl.DataFrame:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -20,7 +20,7 @@ METRICS = {
     "tbt_s": "TBT",
     "tpot_s": "TPOT",
     "e2e_s": "E2E",
-    "scheduling_delay_s": "Scheduling delay",
+    "scheduling_delay_s": "sched. delay",
 }
 COLUMNS = ("mean", "p50", "p90", "p99", "max")
 PARTS = {
@@ -32,16 +32,17 @@ PARTS = {
     "host": "host",
 }
 MEMORY = {"weights": "weights_bytes", "activations": "activation_bytes", "KV": "kv_bytes"}
+PAGE = 120  # columns where there is no terminal
 Summary = Mapping[str, Any]
 
 
 def seconds(value: float | None) -> str:
-    """A duration in the unit that suits it."""
+    """A duration to three digits, in the unit that suits it."""
     if value is None:
         return "–"
-    if value != 0 and abs(value) < 0.9995:
-        return f"{value * 1e3:.3g} ms"
-    return f"{value:.3g} s" if abs(value) < 999.5 else f"{value:,.0f} s"
+    scaled, unit = (value * 1e3, "ms") if value != 0 and abs(value) < 0.9995 else (value, "s")
+    digits = 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
+    return f"{scaled:,.{digits}f} {unit}"
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -72,30 +73,31 @@ def run(summary: Summary, plan: Plan) -> RenderableType:
 def compare(summaries: Sequence[Summary], plan: Plan) -> RenderableType:
     """The same requests under several policies, side by side."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for summary in summaries:
-        table.add_column(summary["policy"], justify="right")
+        table.add_column(summary["policy"], justify="right", no_wrap=True)
 
-    def row(label: str, cells: list[str]) -> None:
+    def row(label: str, cells: Iterable[str]) -> None:
         table.add_row(label, *cells)
 
     for key, label in METRICS.items():
         for percentile in ("p50", "p99"):
-            row(f"{label} {percentile.upper()}", [seconds(s[key][percentile]) for s in summaries])
-    row("TBT max", [seconds(s["tbt_s"]["max"]) for s in summaries])
-    row("requests/s", [number(s["request_throughput"]) for s in summaries])
-    row("output tokens/s", [number(s["output_throughput"]) for s in summaries])
-    row("KV blocks, peak of all", [f"{s['kv_peak']:,} of {s['kv_blocks']:,}" for s in summaries])
-    row("preemptions", [number(s["preemptions"]) for s in summaries])
-    row("MFU / MBU", [f"{percent(s['mfu'])} / {percent(s['mbu'])}" for s in summaries])
-    row("bubbles", [percent(s["bubble_fraction"]) for s in summaries])
-    for count in ("unfinished", "refused"):
-        if any(s[count] for s in summaries):
-            counts = [s[count] if isinstance(s[count], int) else sum(s[count].values()) for s in summaries]
-            row(count, [number(n) for n in counts])
-    for key in summaries[0]["slo"]:
-        limit = summaries[0]["slo"][key]["limit"]
-        row(f"SLO {key} {_sign(key)} {_limit(key, limit)}", [_met(s["slo"][key]["met"]) for s in summaries])
+            row(f"{label} {percentile.upper()}", (seconds(s[key][percentile]) for s in summaries))
+    row("TBT max", (seconds(s["tbt_s"]["max"]) for s in summaries))
+    row("requests/s", (number(s["request_throughput"]) for s in summaries))
+    row("output tokens/s", (number(s["output_throughput"]) for s in summaries))
+    row("KV blocks", (number(s["kv_blocks"]) for s in summaries))
+    row("  of them used, peak", (number(s["kv_peak"]) for s in summaries))
+    row("preemptions", (number(s["preemptions"]) for s in summaries))
+    row("MFU", (percent(s["mfu"]) for s in summaries))
+    row("MBU", (percent(s["mbu"]) for s in summaries))
+    row("bubbles", (percent(s["bubble_fraction"]) for s in summaries))
+    if any(s["unfinished"] for s in summaries):
+        row("unfinished", (number(s["unfinished"]) for s in summaries))
+    if any(s["refused"] for s in summaries):
+        row("refused", (number(sum(s["refused"].values())) for s in summaries))
+    for key, verdict in summaries[0]["slo"].items():
+        row(_asked(key, verdict["limit"]), (_met(s["slo"][key]["met"]) for s in summaries))
     notes = list(dict.fromkeys(note for summary in summaries for note in summary["notes"]))
     offered = f"the same {summaries[0]['offered']:,} requests under each policy"
     head = _title(summaries[0]["name"], f"{_where(plan)} · {offered}")
@@ -117,9 +119,7 @@ def capacities(found: Sequence[Capacity], scenario: Scenario) -> RenderableType:
         interval = "–" if one.interval is None else f"{one.interval[0]:.3g} to {one.interval[1]:.3g}"
         rate = number(one.rate) if one.rate else "not feasible"
         table.add_row(one.policy, rate, interval, one.limited_by or "nothing", str(len(one.trials)))
-    limits = [
-        f"{key} {_sign(key)} {_limit(key, limit)}" for key, limit in scenario.slo.root.items() if limit is not True
-    ]
+    limits = [_asked(key, limit) for key, limit in scenario.slo.root.items() if not isinstance(limit, bool)]
     notes = dict.fromkeys(note for one in found for note in one.notes)
     searches = len(found[0].seeds)
     meaning = f"interval: smallest and largest of {searches} searches on other seeds" if searches > 1 else ""
@@ -134,31 +134,26 @@ def capacities(found: Sequence[Capacity], scenario: Scenario) -> RenderableType:
 def cost(result: Mapping[str, Any], scenario: Scenario) -> RenderableType:
     """Cost per million tokens, and how it moves."""
     table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column("")
-    table.add_column("", justify="right")
-    held = f"{number(result['rate'])} requests/s" if result["rate"] else "not feasible"
-    source = (
-        f"capacity, limited by {result['limited_by'] or 'nothing'}" if result["rate_from"] == "capacity" else "given"
-    )
-    table.add_row("rate", f"{held} ({source})")
-    for key, label in (
-        ("per_million_output_tokens", "per million output tokens"),
-        ("per_million_tokens", "per million tokens, prompt and output"),
-    ):
-        table.add_row(label, number(result[key]))
-    if (interval := result["interval_per_million_output_tokens"]) and None not in interval:
-        table.add_row("  between, over seeds", f"{number(interval[0])} and {number(interval[1])}")
+    for justify in ("left", "right", "left"):
+        table.add_column("", justify=justify, no_wrap=True)
+    limited = f"capacity, limited by {result['limited_by'] or 'nothing'}"
+    source = limited if result["rate_from"] == "capacity" else "the scenario's own"
+    table.add_row("requests/s", number(result["rate"]) if result["rate"] else "not feasible", source)
+    interval = result["interval_per_million_output_tokens"]
+    between = f"{number(interval[0])} to {number(interval[1])} over seeds" if interval and None not in interval else ""
+    table.add_row("per million output tokens", number(result["per_million_output_tokens"]), between)
+    table.add_row("per million tokens", number(result["per_million_tokens"]), "prompt and output")
     sensitivity = result["sensitivity"]
     for load, price in sensitivity["load"].items():
         if load != "1.0":
-            table.add_row(f"  at {float(load):.0%} of that rate", number(price))
+            table.add_row("  output", number(price), f"at {float(load):.0%} of that rate")
     for factor, price in sensitivity["gpu_hour"].items():
-        table.add_row(f"  at {float(factor):.0%} of the price", number(price))
+        table.add_row("  output", number(price), f"at {float(factor):.0%} of the price")
     for scale, row in sensitivity["slo"].items():
         if scale != "1.0":
             told = number(row["per_million_output_tokens"]) if row["rate"] else "not feasible"
-            table.add_row(f"  with latency limits × {scale}", f"{told} ({number(row['rate'])} requests/s)")
-    where = f"{result['devices']} devices at {result['gpu_hour']:g} an hour each (a parameter: [cost] gpu_hour)"
+            table.add_row("  output", told, f"with latency limits × {scale}: {number(row['rate'])} requests/s")
+    where = f"{_devices(result['devices'])} at {result['gpu_hour']:g} an hour each (a parameter: [cost] gpu_hour)"
     head = _title(result["name"], f"{result['policy']} · {where}")
     return Group(head, "", table, *_notes([*result["notes"], provenance(scenario)]))
 
@@ -169,7 +164,7 @@ def meaning(explained: Mapping[str, Any], scenario: Scenario) -> RenderableType:
     gib = 2**30
     lines = [
         f"{explained['kv_blocks']:,} KV blocks a replica ({explained['kv_blocks_from']}), "
-        f"{explained['devices']} devices in all"
+        f"{_devices(explained['devices'])} in all"
     ]
     if memory is not None:
         parts = (f"{name} {memory[key] / gib:.1f} GiB" for name, key in MEMORY.items())
@@ -192,14 +187,21 @@ def rows(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """A list, one row a line."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in rows[0]:
-        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+        text = isinstance(rows[0][column], str)
+        table.add_column(column.replace("_", " "), justify="left" if text else "right", no_wrap=column == "name")
     for row in rows:
         table.add_row(*(value if isinstance(value, str) else _figure(value) for value in row.values()))
     return table
 
 
 def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    """Large figures with their SI prefix."""
+    if value is None:
+        return "–"
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if abs(value) >= size:
+            return f"{value / size:.4g} {prefix}"
+    return f"{value:,}"
 
 
 def deployed(plan: Plan) -> str:
@@ -224,7 +226,15 @@ def provenance(scenario: Scenario) -> str:
 
 
 def to_console(content: RenderableType) -> None:
-    Console(soft_wrap=False, highlight=False).print(content)
+    """Print to the terminal's width, or a page's where there is none."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PAGE)
+    console.print(content)
+
+
+def _devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"
 
 
 def _where(plan: Plan) -> str:
@@ -296,6 +306,11 @@ def _met(met: bool) -> str:
 
 def _sign(key: str) -> str:
     return "≥" if key == "attainment" else "≤"
+
+
+def _asked(key: str, limit: float) -> str:
+    """A limit of [slo], as it was asked for."""
+    return f"{key} {_sign(key)} {limit:g}" + ("" if key == "attainment" else " s")
 
 
 def _limit(key: str, value: float | None) -> str:
