@@ -65,11 +65,11 @@ class Record:
         self.reasons[request.id] = reason
         self.done += 1
 
-    def scheduled_now(self, batch: Batch) -> None:
-        """The requests of its chunks were scheduled, for the first time or again."""
+    def admitted(self, batch: Batch) -> None:
+        """Requests of its chunks were scheduled, for the first time or again."""
         for chunk in batch.chunks:
             request = chunk.request
-            if request.scheduled is not None:
+            if not chunk.start and request.scheduled is not None:
                 self.scheduled[request.id] = request.scheduled
 
     def committed(self, replica: int, batch: Batch) -> None:

@@ -113,7 +113,7 @@ class Replica:
                 ready = end + step.hop
             batch.end = batch.stage_ends[-1]
         if batch.chunks:
-            self.record.scheduled_now(batch)
+            self.record.admitted(batch)
 
     def next_change(self, *, idle: bool) -> simpy.Event:
         """With room in the pipeline: the next commit or release of stage 1, or an arrival where it is `idle`."""

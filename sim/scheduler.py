@@ -148,7 +148,7 @@ class Scheduler:
         left = budget - batch.decodes
         while self.unfinished and left > 0:
             request = self.unfinished.pop(0)
-            tokens = min(request.to_prefill - request.computed, left)
+            tokens = min(request.prompt + request.emitted - request.computed, left)
             batch.add(request, tokens)
             left -= tokens
 
