@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+LONGEST = 60  # characters of a value or a name in an error
 
 class BadInput(Exception):
     """Input that cannot be used: names its source, its key, and what is wrong with which limit.
@@ -36,9 +37,20 @@ def _rebuild(what: str, source: str | None, key: str | None) -> BadInput:
     return BadInput(what, source=source, key=key)
 
 
+def shown(value: object) -> str:
+    """A value as an error shows it: in part, where it is long or nested."""
+    if isinstance(value, dict | list):
+        return "a table" if isinstance(value, dict) else "an array"
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """A sentence for a name that does not exist: the nearest one where one is near, else all of them."""
     names = sorted(known)
+    name = name if len(name) <= LONGEST else name[: LONGEST - 3] + "..."
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
     return f"unknown {kind} {name!r}; {hint}"

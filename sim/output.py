@@ -8,12 +8,13 @@ import tempfile
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import Any
-
-import polars as pl
+from typing import TYPE_CHECKING, Any
 
 from sim.errors import BadInput
 from sim.report import Report
+
+if TYPE_CHECKING:
+    import polars as pl
 
 Files = Mapping[str, bytes]
 

@@ -28,7 +28,7 @@ _STEP = Struct("<iddiiqiqqi")
 class Record:
     """Facts per request (by id), gaps between tokens as (seconds, count) pairs, and a row per iteration if wanted.
 
-    No per-token data: a run of a million requests keeps about 100 bytes for each, and 16 for each iteration.
+    No per-token data: a run of a million requests keeps about 100 bytes for each, and 12 for each iteration.
     """
 
     def __init__(self, requests: int, *, keep_steps: bool = True) -> None:
@@ -45,7 +45,7 @@ class Record:
         self.replica = array("q", [-1]) * requests
         self.reasons: dict[int, str] = {}  # of refused requests
         self.gaps = array("d")
-        self.gap_counts = array("q")
+        self.gap_counts = array("i")
         self.steps = bytearray() if keep_steps else None  # rows of STEP_COLUMNS
         self.iterations = 0
         self.preempted = 0

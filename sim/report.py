@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import polars as pl
 
 from sim.distribution import Summary, summarise
 from sim.executor import Spent
@@ -17,6 +16,8 @@ from sim.schema import DISTRIBUTIONS
 from sim.workload import Workload
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from sim.simulate import Plan
 
 Floats = npt.NDArray[np.float64]
@@ -38,6 +39,8 @@ class Report:
     @cached_property
     def requests(self) -> pl.DataFrame:
         """One row per offered request; times that were not reached are null."""
+        import polars as pl  # where frames are wanted: a machine with a GPU may have no polars
+
         record, n = self.record, self.record.offered
         status = np.where(np.isnan(self._times("finish")), UNFINISHED, COMPLETED).astype(object)
         reason = np.full(n, None, dtype=object)
@@ -67,6 +70,8 @@ class Report:
     @cached_property
     def steps(self) -> pl.DataFrame:
         """One row per iteration, in order of commit; empty where they were not kept."""
+        import polars as pl
+
         rows = np.frombuffer(self.record.steps or b"", dtype=list(STEP_COLUMNS.items()))
         ints = pl.col(pl.Int32).cast(pl.Int64)
         return pl.DataFrame({name: np.ascontiguousarray(rows[name]) for name in STEP_COLUMNS}).with_columns(ints)
@@ -176,12 +181,12 @@ class Report:
         return np.where(np.isnan(scheduled), self.record.ended, scheduled) - self._times("arrival")
 
     @cached_property
-    def _gaps(self) -> tuple[Floats, npt.NDArray[np.int64]]:
+    def _gaps(self) -> tuple[Floats, npt.NDArray[np.int32]]:
         """Gaps between tokens and how many there are of each."""
-        gaps, counts = np.array(self.record.gaps), np.array(self.record.gap_counts, dtype=np.int64)
+        gaps, counts = np.frombuffer(self.record.gaps), np.frombuffer(self.record.gap_counts, dtype=np.int32)
         if self.plan.scenario.slo.first_token_gap:
             firsts = int((~np.isnan(self._ttft) & self._measured).sum())
-            return np.append(gaps, 0.0), np.append(counts, firsts)
+            return np.append(gaps, 0.0), np.append(counts, np.int32(firsts))
         return gaps, counts
 
     @cached_property

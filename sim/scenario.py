@@ -21,7 +21,8 @@ from sim.table import Table, one_of
 from sim.workload import WorkloadTable
 
 PATHS = ("path", "hf_config")  # keys that name files
-LARGEST_FILE = 1 << 20  # bytes; a scenario is a page of text
+LARGEST_FILE = 1 << 17  # bytes; a scenario is a page of text
+LONGEST_LINE = 4096  # characters; the time that tomllib takes grows with the square of a dotted key
 PolicyName = Annotated[str, one_of("policy", POLICIES)]
 
 
@@ -73,7 +74,7 @@ class Scenario(Table):
         try:
             scenario = cls.model_validate(data)
         except ValidationError as error:
-            key, what = describe(error)
+            key, what = describe(error, data)
             raise BadInput(what, source=_source_of(key, source, settings), key=key) from None
         scenario._directory = directory
         scenario._source = source
@@ -152,9 +153,16 @@ class Scenario(Table):
 def _found(setting: Setting, directory: Path) -> Setting:
     """A relative path from the command line: the scenario's folder goes first, as in the file, then the current one."""
     key, value = setting.path.rpartition(".")[2], setting.value
-    if key in PATHS and isinstance(value, str) and not (directory / value).exists() and Path(value).exists():
+    if key in PATHS and isinstance(value, str) and not _exists(directory / value) and _exists(Path(value)):
         return replace(setting, value=str(Path(value).resolve()))
     return setting
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is too long, say; whoever reads the file says so
+        return False
 
 
 def _source_of(key: str | None, source: str, settings: Sequence[Setting]) -> str:
@@ -168,6 +176,8 @@ def _source_of(key: str | None, source: str, settings: Sequence[Setting]) -> str
 
 def _read(path: Path) -> dict[str, Any]:
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise BadInput("is not a regular file", source=str(path))
         with path.open("rb") as file:
             raw = file.read(LARGEST_FILE + 1)
     except OSError as error:
@@ -182,9 +192,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:
+    for row, line in enumerate(text.split("\n"), start=1):
+        if len(line) > LONGEST_LINE:
+            raise BadInput(f"longer than {LONGEST_LINE} characters: not a scenario", source=source, key=f"line {row}")
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML, or an integer of more digits than Python reads
         raise BadInput(f"not TOML: {error}", source=source) from None
 
 

@@ -8,11 +8,11 @@ from pydantic import Field, RootModel, model_validator
 from pydantic_core import PydanticCustomError
 
 from sim.affine import AffineTable
-from sim.errors import unknown
+from sim.errors import shown, unknown
 from sim.policies import POLICIES
 from sim.roofline import RooflineTable
 from sim.router import ROUTERS
-from sim.table import Count, NonNegative, Positive, Table, one_of
+from sim.table import LARGEST, Count, NonNegative, Positive, Table, one_of
 
 PERCENTILES = {"p50": 500, "p75": 750, "p90": 900, "p95": 950, "p99": 990, "p999": 999}  # in thousandths
 DISTRIBUTIONS = ("ttft", "tbt", "tpot", "e2e", "scheduling_delay")
@@ -98,7 +98,7 @@ class SloTable(RootModel[dict[str, bool | float]]):
             return data
         for key, value in data.items():
             if wrong := _wrong_limit(key, value):
-                raise PydanticCustomError("slo", wrong.replace("{", "{{"), {"key": key})
+                raise PydanticCustomError("slo", "{what}", {"key": key, "what": wrong})
         if "attainment" in data and not set(PER_REQUEST) & set(data):
             raise PydanticCustomError(
                 "slo", f"needs a limit per request: {', '.join(PER_REQUEST)}", {"key": "attainment"}
@@ -132,10 +132,13 @@ def _wrong_limit(key: str, value: object) -> str | None:
     if key not in SLO_KEYS:
         return unknown("key", key, SLO_KEYS)
     if key == "first_token_gap":
-        return None if isinstance(value, bool) else f"{value!r} must be true or false"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        return f"{value!r} must be a number of seconds greater than 0"
-    return f"{value!r} is a share of requests and must be at most 1" if key == "attainment" and value > 1 else None
+        return None if isinstance(value, bool) else f"{shown(value)} must be true or false"
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if key == "attainment":
+        return None if number and 0 < value <= 1 else f"{shown(value)} must be a share of requests, over 0 and at most 1"
+    if not number or not 0 < value <= LARGEST:
+        return f"{shown(value)} must be a number of seconds greater than 0 and at most {LARGEST:g}"
+    return None
 
 
 class MetricsTable(Table):

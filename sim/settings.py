@@ -5,14 +5,14 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from sim.errors import BadInput
+from sim.errors import BadInput, shown, unknown
 
+LONGEST_SETTING = 4096  # characters, as of a path
 KINDS = {"kind"}  # a key of this name chooses which keys its table has
 
 
@@ -27,17 +27,19 @@ class Setting:
 
 def parse(text: str) -> Setting:
     """One `key.path=value`: the value is TOML, and a bare word is a string."""
+    if len(text) > LONGEST_SETTING or any("\ud800" <= character <= "\udfff" for character in text):
+        raise BadInput(f"{shown(text)} must be UTF-8 of at most {LONGEST_SETTING} characters", source="--set")
     path, equals, value = text.partition("=")
     path = path.strip()
     if not equals or not path or not all(path.split(".")):
-        raise BadInput(f"{text!r} must be key.path=value", source="--set")
+        raise BadInput(f"{shown(text)} must be key.path=value", source="--set")
     return Setting(path, _value(value.strip()))
 
 
 def _value(text: str) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # not TOML, or an integer of more digits than Python reads
         return text
     return parsed["value"] if parsed.keys() == {"value"} else text
 
@@ -68,38 +70,44 @@ def _put(data: dict[str, Any], setting: Setting) -> str | None:
     return f"{setting.option} {setting.path}={setting.value} drops {', '.join(dropped)}" if dropped else None
 
 
-def describe(error: ValidationError) -> tuple[str, str]:
-    """The first thing wrong, as (`[table] key`, what and which limit)."""
+def describe(error: ValidationError, data: Any) -> tuple[str, str]:
+    """The first thing wrong with `data`, as (`[table] key`, what and which limit)."""
     first = min(error.errors(include_url=False), key=lambda e: e["type"] == "missing")
-    where = [str(part) for part in first["loc"] if part != "[key]"]  # pydantic's mark for a key of a table of tables
-    for kind in {str(first.get("ctx", {}).get("tag", "")), *_tags(where)}:
-        if kind in where:
-            where.remove(kind)
-    if "key" in first.get("ctx", {}):
-        where.append(str(first["ctx"]["key"]))
-    *tables, key = where or ["scenario"]
-    return (f"[{'.'.join(tables)}] {key}" if tables else f"[{key}]"), _what(first)
-
-
-def _tags(where: list[str]) -> set[str]:
-    """The kinds that pydantic puts into the place of an error, between a table and its key."""
-    return {part for before, part in pairwise(where) if before in ("arrivals", "lengths", "latency")}
+    where, value = [], data
+    for part in first["loc"]:  # which also names kinds, members of unions and places in arrays
+        if isinstance(value, dict) and part in value:
+            where.append(str(part))
+            value = value[part]
+    key = first.get("ctx", {}).get("key")
+    if first["type"] == "missing" and isinstance(first["loc"][-1], str):
+        key = first["loc"][-1]
+    elif first["type"].startswith("union_tag"):
+        key = "kind"
+    elif key is None and where and not isinstance(value, dict):
+        key = where.pop()
+    if not where:
+        return f"[{key or 'scenario'}]", _what(first)
+    return f"[{'.'.join(where)}]" + (f" {key}" if key else ""), _what(first)
 
 
 def _what(error: ErrorDetails) -> str:
-    kind, value, message = error["type"], error["input"], error["msg"]
-    shown = repr(value) if not isinstance(value, dict | list) else "a table" if isinstance(value, dict) else "an array"
-    if len(shown) > 60:
-        shown = shown[:57] + "..."
+    kind, value, message, told = error["type"], error["input"], error["msg"], error.get("ctx", {})
     if kind == "missing":
-        return "required"
-    if kind in ("union_tag_invalid", "literal_error"):
-        expected = str(error.get("ctx", {}).get("expected_tags") or error.get("ctx", {}).get("expected"))
-        return f"unknown {shown}; known: {expected}"
+        place = error["loc"][-1]
+        return "required" if isinstance(place, str) else f"{shown(value)} of too few items: at least {place + 1} needed"
+    if kind == "union_tag_invalid":
+        kinds = [name.strip("' ") for name in str(told.get("expected_tags")).split(",")]
+        return unknown("kind", str(told.get("tag")), kinds)
     if kind == "union_tag_not_found":
-        return "kind is required"
+        return "required"
+    if kind == "literal_error":
+        return f"unknown {shown(value)}; known: {told.get('expected')}"
     if kind in ("unknown_key", "slo"):
         return message
     if kind == "value_error":
         return message.removeprefix("Value error, ")
-    return f"{shown}: {message[0].lower()}{message[1:]}".replace("input should be", "must be")
+    if kind in ("dict_type", "model_type", "model_attributes_type"):
+        return f"{shown(value)} must be a table"
+    if message.startswith("Input should be"):
+        return f"{shown(value)} must be{message.removeprefix('Input should be')}"
+    return f"{shown(value)}: {message[0].lower()}{message[1:]}"

@@ -24,13 +24,22 @@ class Table(BaseModel):
             for key in data:
                 if key not in cls.model_fields:
                     kind = f"key of kind {data['kind']!r}:" if "kind" in data else "key"
-                    what = unknown(kind, str(key), cls.model_fields).replace("{", "{{")
-                    raise PydanticCustomError("unknown_key", what, {"key": str(key)})
+                    what = unknown(kind, str(key), cls.model_fields)
+                    raise PydanticCustomError("unknown_key", "{what}", {"key": str(key), "what": what})
         return data
 
 
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
+SMALLEST, LARGEST = 1e-30, 1e30  # of any figure but 0, so that what is computed from them stays within float64
+
+
+def _within_reach(value: float) -> float:
+    if value and not SMALLEST <= abs(value) <= LARGEST:
+        raise ValueError(f"{value:g} must be from {SMALLEST:g} to {LARGEST:g}")
+    return value
+
+
+Positive = Annotated[float, Field(gt=0), AfterValidator(_within_reach)]
+NonNegative = Annotated[float, Field(ge=0), AfterValidator(_within_reach)]
 Count = Annotated[int, Field(ge=1, le=2**53)]
 
 

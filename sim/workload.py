@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -17,7 +17,9 @@ from sim.arrivals import Arrivals, Closed, FloatArray, TraceArrivals, mean_rate
 from sim.errors import BadInput
 from sim.lengths import Drawn, IntArray, Lengths, TraceLengths
 from sim.table import Table
-from sim.traces import Trace, read
+
+if TYPE_CHECKING:
+    from sim.traces import Trace
 
 __all__ = ["Streams", "Workload", "WorkloadTable", "build", "mean_rate", "streams"]
 
@@ -132,6 +134,8 @@ def _traces(table: WorkloadTable, base_dir: Path) -> tuple[Trace | None, Trace |
         try:
             path = (base_dir / part.path).resolve()
             if path not in found:
+                from sim.traces import read  # loads polars, which a machine with a GPU may not have
+
                 found[path] = read(path, part.path)
         except BadInput as error:
             raise error.within(key=key) from None

@@ -307,15 +307,21 @@ class Groups(RuleBasedStateMachine):
     def wait(self, gap: float) -> None:
         self.now += gap
 
-    @rule(which=st.integers(0, 1), prompt=st.integers(1, 9), output=st.integers(2, 9), measured=st.booleans())
-    def join(self, which: int, prompt: int, output: int, measured: bool) -> None:
-        """A request whose first token came just now."""
-        request = Request(self.born, self.now, prompt, output, measured=measured)
-        request.admission = self.born
-        self.born += 1
-        request.emitted, request.first_token, request.last_token = 1, self.now, self.now
-        self.groups[which].join(request)
-        self.members[which][request.id] = Member(request, self.now)
+    @rule(
+        which=st.integers(0, 1),
+        prompt=st.integers(1, 9),
+        outputs=st.lists(st.sampled_from([3, 2, 4, 5, 9]), min_size=1, max_size=3),
+        measured=st.booleans(),
+    )
+    def join(self, which: int, prompt: int, outputs: list[int], measured: bool) -> None:
+        """Requests whose first tokens came just now; one may be of the warm-up."""
+        for output in outputs:
+            request = Request(self.born, self.now, prompt, output, measured=measured or len(outputs) > 1)
+            request.admission = self.born
+            self.born += 1
+            request.emitted, request.first_token, request.last_token = 1, self.now, self.now
+            self.groups[which].join(request)
+            self.members[which][request.id] = Member(request, self.now)
 
     @precondition(lambda self: any(self.members))
     @rule(which=st.integers(0, 1))

@@ -163,6 +163,23 @@ def test_two_groups_merge(policy: str) -> None:
     assert merged.context == 10
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_finished_are_in_order_of_admission_after_a_merge(policy: str) -> None:
+    """Two decodes are joined by one that was admitted before them; all three end in one step."""
+    hand = Hand(policy, [(4, 3)])
+    first = hand.ask()
+    hand.add((4, 2), (4, 2))
+    second = hand.ask()
+    hand.commit(first)
+    third = hand.ask()
+    assert (decodes(third), chunks(second)) == ([0], [(1, 0, 4), (2, 0, 4)])
+    hand.commit(second)
+    hand.commit(third)
+    last = hand.ask()
+    assert decodes(last) == [0, 1, 2]
+    assert hand.commit(last) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("policy", PAGED)
 def test_paged_admission_takes_what_the_prompt_needs(policy: str) -> None:
     """ceil(p / block) blocks, though the first chunk may be smaller; one more when a decode crosses."""

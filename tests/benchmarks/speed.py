@@ -132,8 +132,8 @@ def million(requests: int = 1_000_000, replicas: int = 64) -> None:
     )
     for count in (requests // 4, requests):
         seconds, report = measured(scenario.with_(workload__requests=count))
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         completed = report.summary["completed"]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         print(
             f"{count:,} requests on {replicas} replicas: {seconds:.0f} s, {seconds / count * 1e6:.0f} µs a request, "
             f"{report.record.iterations:,} iterations, peak {peak:.2f} GiB, {completed:,} completed, "
