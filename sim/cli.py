@@ -11,14 +11,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, Token
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sim import output, show
 from sim.capacity import capacity as search_capacity
 from sim.cost import cost as find_cost
-from sim.errors import BadInput, unknown
+from sim.errors import BadInput, shown, unknown
 from sim.listing import LISTS, explain
 from sim.parallel import cores, each
 from sim.policies import COMPARED, POLICIES
@@ -51,6 +51,17 @@ app = App(
 )
 
 
+def _whole(_: Any, tokens: Sequence[Token]) -> int:
+    """Strictly an integer; the default converter rounds."""
+    try:
+        return int(tokens[0].value)
+    except ValueError:
+        raise ValueError(f"{shown(tokens[0].value)} is not a whole number") from None
+
+
+Seeds = Annotated[int, Parameter(converter=_whole)]
+
+
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Options:
@@ -62,9 +73,9 @@ class Options:
     """The scheduling policy (scheduler.policy)."""
     rate: float | None = None
     """Requests per second (workload.arrivals.rate); on a trace, its mean rate."""
-    requests: int | None = None
+    requests: Annotated[int | None, Parameter(converter=_whole)] = None
     """How many requests (workload.requests)."""
-    seed: int | None = None
+    seed: Annotated[int | None, Parameter(converter=_whole)] = None
     """The seed of every random draw (workload.seed)."""
     executor: Literal["model", "torch"] = "model"
     """What executes a batch: the latency model, or the engine."""
@@ -91,13 +102,11 @@ class Options:
 def run(scenario: str, *, options: Options = Options()) -> None:
     """Run one scenario and print what came of it."""
     one = options.scenario(scenario)
-    for note in one.notes:
-        _say(note)
     with _progress("requests") as advance:
         report = simulate(one, wall_clock=options.clock == "wall", watch=_watch(advance, one.workload.requests))
     if options.out:
         output.write(options.out, output.of_run(report))
-    _answer(options, report.summary, lambda: show.run(report.summary, report.plan))
+    _answer(options, one, report.summary, lambda: show.run(report.summary, report.plan))
 
 
 @app.command
@@ -110,8 +119,6 @@ def compare(scenario: str, *, policies: str | None = None, options: Options = Op
         Which ones, separated by commas.
     """
     one = options.scenario(scenario)
-    for note in one.notes:
-        _say(note)
     chosen = _policies(policies, options.policy)
     tasks = [_Task(one.for_policy(policy), options.clock == "wall", options.out is not None) for policy in chosen]
     workers = cores() if one.workload.requests * len(chosen) >= WORTH_PROCESSES else 1
@@ -129,7 +136,7 @@ def compare(scenario: str, *, policies: str | None = None, options: Options = Op
             for name, content in output.of_run(report).items()
         }
         output.write(options.out, files | {"comparison.json": output.as_json({"results": summaries}).encode()})
-    _answer(options, {"results": summaries}, lambda: show.compare(summaries, ordered[0].plan))
+    _answer(options, one, {"results": summaries}, lambda: show.compare(summaries, ordered[0].plan))
 
 
 @app.command
@@ -138,7 +145,7 @@ def capacity(
     *,
     policies: str | None = None,
     tolerance: float = 0.01,
-    seeds: int = 5,
+    seeds: Seeds = 5,
     options: Options = Options(),
 ) -> None:
     """Find the highest arrival rate that meets the scenario's SLO, per policy, with an interval.
@@ -166,11 +173,11 @@ def capacity(
         )
     result = {"results": [one_policy.to_dict() for one_policy in found]}
     _keep(options, one, "capacity.json", result)
-    _answer(options, result, lambda: show.capacities(found, one))
+    _answer(options, one, result, lambda: show.capacities(found, one))
 
 
 @app.command
-def cost(scenario: str, *, tolerance: float = 0.01, seeds: int = 5, options: Options = Options()) -> None:
+def cost(scenario: str, *, tolerance: float = 0.01, seeds: Seeds = 5, options: Options = Options()) -> None:
     """Find the cost per million output tokens at SLO capacity, with sensitivities.
 
     Without an [slo] it is the cost at the scenario's own rate.
@@ -188,7 +195,7 @@ def cost(scenario: str, *, tolerance: float = 0.01, seeds: int = 5, options: Opt
     with _progress("searches") as advance:
         result = find_cost(one, tolerance=tolerance, seeds=seeds, workers=cores(), progress=advance)
     _keep(options, one, "cost.json", result)
-    _answer(options, result, lambda: show.cost(result, one))
+    _answer(options, one, result, lambda: show.cost(result, one))
 
 
 @app.command
@@ -196,7 +203,7 @@ def check(scenario: str, *, options: Options = Options()) -> None:
     """Say what a scenario means: every default, the KV blocks that follow, its workload. Nothing is run."""
     one = options.scenario(scenario)
     meaning = explain(one)
-    _answer(options, meaning, lambda: show.meaning(meaning, one))
+    _answer(options, one, meaning, lambda: show.meaning(meaning, one))
 
 
 @app.command(name="list")
@@ -249,7 +256,10 @@ def _keep(options: Options, scenario: Scenario, name: str, result: Any) -> None:
         output.write(options.out, files)
 
 
-def _answer(options: Options, result: Any, readable: Callable[[], Any]) -> None:
+def _answer(options: Options, scenario: Scenario, result: Any, readable: Callable[[], Any]) -> None:
+    """Print the result; what else was done to the scenario is said beside it, and only where there is a result."""
+    for note in scenario.notes:
+        _say(note)
     if options.json:
         sys.stdout.write(output.as_json(result))
     else:

@@ -8,7 +8,6 @@ from typing import Any
 from sim.capacity import Capacity, capacity, check
 from sim.errors import BadInput
 from sim.scenario import Scenario
-from sim.schema import SloTable
 from sim.simulate import plan, workload
 from sim.workload import mean_rate
 
@@ -87,7 +86,7 @@ def _by_slo(
     rows = {}
     for scale in SLO_SCALES:
         limits = {k: v if k in ("attainment", "first_token_gap") else v * scale for k, v in scenario.slo.root.items()}
-        other = _capacity(scenario.with_(slo=SloTable(limits).root), tolerance, 1, workers)
+        other = _capacity(scenario.with_(slo=limits), tolerance, 1, workers)
         rows[str(scale)] = {
             "rate": other.rate,
             "per_million_output_tokens": per_million(price, devices, other.rate, output),

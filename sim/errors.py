@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 LONGEST = 60  # characters of a value or a name in an error
 
+
 class BadInput(Exception):
     """Input that cannot be used: names its source, its key, and what is wrong with which limit.
 

@@ -27,10 +27,14 @@ class Spent(NamedTuple):
 
 @dataclass(slots=True)  # not frozen: that would treble the cost of making one
 class Step:
-    """The cost of one iteration: seconds of each pipeline stage, and of the hand-over between two stages."""
+    """The cost of one iteration: seconds of each pipeline stage, and of the hand-over between two stages.
+
+    `host`: how many of the seconds the host spent before the device could start, where that was measured.
+    """
 
     seconds: tuple[float, ...]
     hop: float = 0.0
+    host: float = 0.0
 
 
 class Executor(Protocol):

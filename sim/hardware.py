@@ -56,6 +56,10 @@ class Model:
     experts_per_token: int = 0
     window: int | None = None  # tokens that a windowed layer attends to
     windowed_layers: int = 0
+    rope_theta: float = 10_000.0  # base of the rotary frequencies
+    rope_scaling: tuple[float, float, float, float] | None = None  # Llama 3.1: factor, low, high, original positions
+    rope_kind: str = "default"  # how positions are stretched; the engine runs "default" and "llama3"
+    norm_eps: float = 1e-5
     dtype: Dtype = "float16"
     kv_dtype: KvDtype = "float16"
     published_parameters: int | None = None

@@ -10,6 +10,7 @@ from typing import Any
 from sim.errors import BadInput
 
 Fields = dict[str, Any]
+_LARGEST_FILE = 1 << 20  # bytes
 _LARGEST = 10**8  # no dimension of a model comes near; a larger one is a slip
 
 
@@ -37,6 +38,20 @@ class _Config:
         if not 1 <= value <= _LARGEST:
             raise self.bad(key, f"{value} is not between 1 and {_LARGEST}")
         return value
+
+    def number(self, key: str, default: float) -> float:
+        """A number greater than 0."""
+        value = self.keys[key] if self.has(key) else default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise self.bad(key, f"must be a number greater than 0, not {_shown(value)}")
+        return float(value)
+
+    def table(self, key: str) -> _Config:
+        """A nested object, empty where it is missing or null."""
+        value = self.keys[key] if self.has(key) else {}
+        if not isinstance(value, dict):
+            raise self.bad(key, f"must be an object, not {_shown(value)}")
+        return _Config(self.path, value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.keys[key] if self.has(key) else default
@@ -71,6 +86,10 @@ def read(path: Path) -> Fields:
 
 def _load(path: Path) -> _Config:
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise BadInput("not a regular file", source=str(path))
+        if path.is_file() and path.stat().st_size > _LARGEST_FILE:
+            raise BadInput(f"larger than {_LARGEST_FILE} bytes: not a config.json", source=str(path))
         keys = json.loads(path.read_bytes().decode("utf-8"))
     except FileNotFoundError:
         raise BadInput(f"no such file: {path}", key="[model] hf_config") from None
@@ -109,7 +128,24 @@ def _shape(config: _Config) -> Fields:
         "vocab": config.count("vocab_size"),
         "context_limit": config.count("max_position_embeddings"),
         "tied_embeddings": config.flag("tie_word_embeddings", False),
+        "norm_eps": config.number("rms_norm_eps", 1e-5),
+        **_rotary(config),
     }
+
+
+def _rotary(config: _Config) -> Fields:
+    """Base and scaling of the rotary positions; transformers 5 keeps both in `rope_parameters`."""
+    scaling = config.table("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
+    theta = scaling.number("rope_theta", config.number("rope_theta", 10_000.0))
+    kind = scaling.keys.get("rope_type", scaling.keys.get("type", "default"))
+    if not isinstance(kind, str):
+        raise config.bad("rope_scaling", f"rope_type must be a string, not {_shown(kind)}")
+    if kind != "llama3":
+        return {"rope_theta": theta, "rope_kind": kind}
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    defaults = (8.0, 1.0, 4.0, 8192.0)  # Llama 3.1's own
+    numbers = tuple(scaling.number(key, default) for key, default in zip(keys, defaults, strict=True))
+    return {"rope_theta": theta, "rope_kind": kind, "rope_scaling": numbers}
 
 
 def _llama(config: _Config) -> Fields:
@@ -166,12 +202,13 @@ def _mixtral(config: _Config) -> Fields:
 def _gpt_oss(config: _Config) -> Fields:
     fields = _shape(config) | _experts(config, "num_local_experts")
     bias = config.flag("attention_bias", True)
-    kinds = config.keys.get("layer_types") or ["sliding_attention", "full_attention"] * fields["layers"]
-    if not isinstance(kinds, list) or (config.has("layer_types") and len(kinds) != fields["layers"]):
+    kinds = config.keys.get("layer_types")
+    if kinds and (not isinstance(kinds, list) or len(kinds) != fields["layers"]):
         raise config.bad("layer_types", f"must be a list of {fields['layers']} entries, one a layer")
+    windowed = kinds.count("sliding_attention") if kinds else -(-fields["layers"] // 2)  # every other one, the first
     return fields | {
         "window": config.count("sliding_window", default=128),
-        "windowed_layers": kinds[: fields["layers"]].count("sliding_attention"),
+        "windowed_layers": windowed,
         "qkv_bias": bias,
         "output_bias": bias,
         "mlp_bias": True,

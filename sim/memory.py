@@ -85,7 +85,8 @@ def activation_bytes(model: Model, tp: int, tokens: int, rows: int) -> float:
 
 
 def _tightest(model: Model, tp: int, pp: int, offer: _Offer) -> Memory:
-    stages = (_stage(model, tp, pp, stage, offer) for stage in range(pp))
+    differing = sorted({0, min(1, pp - 1), pp - 1})  # the stages between have no more layers than the second
+    stages = (_stage(model, tp, pp, stage, offer) for stage in differing)
     return min(stages, key=lambda memory: (memory.num_blocks, -memory.weights_bytes))
 
 

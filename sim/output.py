@@ -38,7 +38,10 @@ def prepare(directory: Path | None) -> None:
     """Refuse a directory that could not be written to, before the work is done and not after."""
     if directory is None:
         return
-    there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    try:
+        there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    except OSError as error:
+        raise BadInput((error.strerror or str(error)).lower(), source="--out") from None
     if not there.is_dir():
         raise BadInput(f"{there} is not a directory", source="--out")
     if not os.access(there, os.W_OK | os.X_OK):

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -30,9 +31,10 @@ def each(
         yield from ((position, function(item)) for position, item in enumerate(items))
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(items)), mp_context=context, initializer=_leave_interrupts) as pool:
-        futures = {pool.submit(function, item): position for position, item in enumerate(items)}
+    with ProcessPoolExecutor(min(workers, len(items)), mp_context=context) as pool:
         try:
+            with _interrupts_held():
+                futures = {pool.submit(function, item): position for position, item in enumerate(items)}
             for future in as_completed(futures):
                 yield futures[future], future.result()
         except BaseException:
@@ -42,6 +44,12 @@ def each(
             raise
 
 
-def _leave_interrupts() -> None:
-    """Ctrl-C reaches every process of a terminal; the first one answers for all."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Processes started meanwhile never see Ctrl-C, which reaches every process of a terminal: the first answers for
+    all. It gets what came meanwhile afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -14,7 +14,7 @@ STEP_COLUMNS = {
     "replica": "i4",
     "start_s": "f8",
     "end_s": "f8",
-    "prefill_tokens": "i4",
+    "prefill_tokens": "i8",
     "decodes": "i4",
     "context_tokens": "i8",
     "chunks": "i4",
@@ -22,7 +22,7 @@ STEP_COLUMNS = {
     "waiting": "i8",
     "preempted": "i4",
 }  # a packed row, in NumPy's names
-_STEP = Struct("<iddiiqiqqi")
+_STEP = Struct("<iddqiqiqqi")
 
 
 class Record:

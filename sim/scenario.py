@@ -41,6 +41,7 @@ class Scenario(Table):
     slo: schema.SloTable = Field(default_factory=lambda: schema.SloTable({}))
     metrics: schema.MetricsTable = Field(default_factory=schema.MetricsTable)
     cost: schema.CostTable = Field(default_factory=schema.CostTable)
+    torch: schema.TorchTable = Field(default_factory=schema.TorchTable)
     _directory: Path = PrivateAttr(default_factory=Path.cwd)
     _source: str = PrivateAttr(default="scenario")
     _settings: tuple[Setting, ...] = PrivateAttr(default=())
@@ -51,7 +52,7 @@ class Scenario(Table):
         """Read a file and apply `settings` to it, in order. BadInput names the file, or the option that set the key."""
         path = Path(path)
         data = _read(path)
-        data.setdefault("name", path.stem)
+        data.setdefault("name", path.stem.encode(errors="replace").decode())
         return cls._build(data, path.resolve().parent, str(path), settings)
 
     @classmethod
@@ -67,10 +68,11 @@ class Scenario(Table):
         source: str,
         new: Sequence[Setting],
         old: Sequence[Setting] = (),
+        notes: Sequence[str] = (),
     ) -> Scenario:
         new = [_found(setting, directory) for setting in new]
         settings = (*old, *new)
-        notes = apply(data, new)
+        notes = (*notes, *apply(data, new))
         try:
             scenario = cls.model_validate(data)
         except ValidationError as error:
@@ -79,14 +81,14 @@ class Scenario(Table):
         scenario._directory = directory
         scenario._source = source
         scenario._settings = settings
-        scenario._notes = tuple(notes)
+        scenario._notes = notes
         scenario.check()
         return scenario
 
     def with_(self, **changes: Any) -> Scenario:
         """A variation: keys are dotted paths with `__` for the dots, `with_(workload__arrivals__rate=3.0)`."""
         settings = [Setting(key.replace("__", "."), value, "with_") for key, value in changes.items()]
-        return self._build(self._data(), self._directory, self._source, settings, self._settings)
+        return self._build(self._data(), self._directory, self._source, settings, self._settings, self._notes)
 
     def for_policy(self, policy: str) -> Scenario:
         """This scenario under `policy`, with the keys of its [policy] table in place."""
@@ -95,7 +97,7 @@ class Scenario(Table):
         data["scheduler"]["policy"] = policy
         for key, value in own.items():
             data["scheduler" if key in schema.SchedulerTable.model_fields else "engine"][key] = value
-        return self._build(data, self._directory, self._source, (), self._settings)
+        return self._build(data, self._directory, self._source, (), self._settings, self._notes)
 
     @property
     def directory(self) -> Path:

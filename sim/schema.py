@@ -133,12 +133,10 @@ def _wrong_limit(key: str, value: object) -> str | None:
         return unknown("key", key, SLO_KEYS)
     if key == "first_token_gap":
         return None if isinstance(value, bool) else f"{shown(value)} must be true or false"
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if key == "attainment":
-        return None if number and 0 < value <= 1 else f"{shown(value)} must be a share of requests, over 0 and at most 1"
-    if not number or not 0 < value <= LARGEST:
-        return f"{shown(value)} must be a number of seconds greater than 0 and at most {LARGEST:g}"
-    return None
+    what, largest = ("share of requests", 1) if key == "attainment" else ("number of seconds", LARGEST)
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= largest:
+        return None
+    return f"{shown(value)} must be a {what} greater than 0 and at most {largest:g}"
 
 
 class MetricsTable(Table):
@@ -146,6 +144,16 @@ class MetricsTable(Table):
 
     warmup: NonNegative = 0.0
     drain: NonNegative = 0.0
+
+
+class TorchTable(Table):
+    """[torch]: how the engine runs, with `--executor torch`."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    attention: Literal["auto", "torch", "flashinfer"] = "auto"
+    weights: Annotated[str, Field(min_length=1)] | None = None  # a folder of safetensors; random ones where left out
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of random weights and prompts
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1  # on a CPU; more than one is slower beside other work
 
 
 class CostTable(Table):

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from sim.errors import BadInput, shown, unknown
+from sim.table import LARGEST
 
 LONGEST_SETTING = 4096  # characters, as of a path
 KINDS = {"kind"}  # a key of this name chooses which keys its table has
@@ -106,6 +107,8 @@ def _what(error: ErrorDetails) -> str:
         return message
     if kind == "value_error":
         return message.removeprefix("Value error, ")
+    if kind == "float_type" and isinstance(value, int) and not isinstance(value, bool):
+        return f"{shown(value)} must be from {-LARGEST:g} to {LARGEST:g}"
     if kind in ("dict_type", "model_type", "model_attributes_type"):
         return f"{shown(value)} must be a table"
     if message.startswith("Input should be"):

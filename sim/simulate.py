@@ -49,9 +49,11 @@ def plan(scenario: Scenario) -> Plan:
 def workload(scenario: Scenario) -> Workload:
     """The requests of a scenario. BadInput for what cannot be read or drawn."""
     try:
-        return build(scenario.workload, scenario.engine.max_model_tokens, scenario.directory)
+        work = build(scenario.workload, scenario.engine.max_model_tokens, scenario.directory)
+        _check_together(scenario, work)
     except BadInput as error:
         raise scenario.blame(error) from None
+    return work
 
 
 def simulate(
@@ -69,13 +71,8 @@ def simulate(
     """
     planned = plan(scenario)
     work = requests if requests is not None else workload(planned.scenario)
-    if planned.deployment.router == "sticky" and work.sessions is None:
-        what = "sticky needs a trace with sessions (a column session_id)"
-        raise scenario.blame(BadInput(what, key="[deployment] router"))
+    _check_together(planned.scenario, work)
     metrics = scenario.metrics
-    if metrics.drain and work.arrivals is None:
-        what = f"{metrics.drain:g} s before the last arrival is not known in a closed loop; only warmup is"
-        raise scenario.blame(BadInput(what, key="[metrics] drain"))
     record = serve(
         work,
         planned.deployment,
@@ -89,6 +86,16 @@ def simulate(
         watch=watch,
     )
     return Report(planned, work, record)
+
+
+def _check_together(scenario: Scenario, work: Workload) -> None:
+    """What neither the scenario nor its requests can tell alone."""
+    if scenario.deployment.router == "sticky" and work.sessions is None:
+        what = "sticky needs a trace with sessions (a column session_id)"
+        raise scenario.blame(BadInput(what, key="[deployment] router"))
+    if (drain := scenario.metrics.drain) and work.arrivals is None:
+        what = f"{drain:g} s before the last arrival is not known in a closed loop; only warmup is"
+        raise scenario.blame(BadInput(what, key="[metrics] drain"))
 
 
 def _plan(scenario: Scenario) -> Plan:

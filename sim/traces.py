@@ -22,6 +22,7 @@ import polars as pl
 from sim.arrivals import FloatArray
 from sim.errors import BadInput
 from sim.lengths import MAX_TOKENS, IntArray
+from sim.table import LARGEST
 
 MAX_LINE = 2**20
 """Longest line of a CSV or JSON-lines file, in bytes; also the block in which files are first looked through."""
@@ -145,9 +146,9 @@ def _ticks(table: pl.DataFrame, column: str, unit: str) -> FloatArray | IntArray
     """Times as they stand: float64 in `unit`, or whole nanoseconds of a date (UTC where it names a zone)."""
     if unit != "date":
         values = _numbers(table, column)
-        good = (values.is_finite() & (values >= 0)).fill_null(False)
+        good = (values.is_finite() & (values >= 0) & (values <= LARGEST)).fill_null(False)
         if not good.all():
-            _refuse(table, column, good, f"is not a finite time of at least 0 {unit}")
+            _refuse(table, column, good, f"is not a finite time of at least 0 {unit} and at most {LARGEST:g}")
         return values.to_numpy()
     text = table[column].str.strip_chars().str.replace(r"(Z|\+00:00)$", "").str.replace("T", " ", literal=True)
     dates = text.str.to_datetime("%Y-%m-%d %H:%M:%S%.f", time_unit="ns", strict=False)

@@ -31,7 +31,7 @@ class WorkloadTable(Table):
     """The ``[workload]`` table."""
 
     requests: Annotated[int, Field(ge=1, le=10**8)] = 2048
-    seed: Annotated[int, Field(ge=0)] = 42
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 42
     too_long: Literal["error", "drop", "clip"] = "error"
     arrivals: Arrivals
     lengths: Lengths
@@ -172,7 +172,7 @@ def _draw(lengths: Drawn, table: WorkloadTable, limit: int, rng: np.random.Gener
     while kept < n:
         if drawn > MOST_CANDIDATES + 64 * n:
             raise _nothing_fits(f"only {kept} of {drawn} draws", limit)
-        size = (n - kept) * 5 // 4 + 64
+        size = (n - kept) * 5 // 4 + min(64 + drawn, MOST_CANDIDATES)
         rows = lengths.draw(rng, size)
         drawn += size
         if table.too_long == "drop":

@@ -87,9 +87,11 @@ def test_a_rate_for_simultaneous_arrivals_is_refused_by_key() -> None:
         TraceArrivals(path="t", rate=3.0).rescaled(np.zeros(2))
 
 
-def test_times_beyond_float64_are_refused_by_key() -> None:
-    with pytest.raises(BadInput, match=r"\[workload.arrivals\] rate: 1e-308 puts arrivals beyond"):
-        Poisson(rate=1e-308).times(rng(), 1000)
+@pytest.mark.parametrize("rate", [1e-308, 1e308])
+def test_rates_whose_times_float64_could_not_hold_are_refused(rate: float) -> None:
+    with pytest.raises(ValidationError, match=f"{rate:g} must be from 1e-30 to 1e.30".replace("+", ".")):
+        Poisson(rate=rate)
+    assert np.isfinite(Poisson(rate=1e-30).times(rng(), 1000)).all()
 
 
 @pytest.mark.parametrize(
