@@ -41,12 +41,15 @@ class TorchAttention:
         self.layout: Layout
         self.masks: list[torch.Tensor | None] = []
         self.hidden: torch.Tensor  # [decode pages, 1, 1, page_tokens], true where a page has no token
+        self.empty: tuple[torch.Tensor, ...]  # the same places, as (index of the decode page, place)
 
     def plan(self, layout: Layout) -> None:
         """Remember a batch, and which places of its last pages are empty."""
         self.layout = layout
         places = torch.arange(self.page_tokens, device=layout.page_room.device)
-        self.hidden = (places >= layout.page_room[:, None])[:, None, None, :]
+        empty = places >= layout.page_room[:, None]
+        self.hidden = empty[:, None, None, :]
+        self.empty = empty.nonzero(as_tuple=True)
         self.masks = [_causal(chunk.tokens, chunk.start, places.device) for chunk in layout.chunks]
 
     def run(self, cache: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -63,6 +66,8 @@ class TorchAttention:
         owner = self.layout.page_owner
         pages = cache.index_select(0, self.layout.decode_pages)  # [pages, 2, kv_heads, page_tokens, head_dim]
         grouped = query.view(-1, self.kv_heads, self.group, self.head_dim)
+        page, place = self.empty
+        pages[page, 1, :, place] = 0.0  # an earlier owner may have left an infinity, and 0 times that is not 0
         scores = torch.matmul(grouped.index_select(0, owner), pages[:, 0].transpose(-1, -2)).mul_(self.scale)
         scores.masked_fill_(self.hidden, -torch.inf)
         peak = scores.amax(-1)  # [pages, kv_heads, group]; every page has a token, so it is finite

@@ -91,6 +91,7 @@ def build(
         else:
             loaded = weights.from_folder(model, Path(str(folder)) / table.weights, dtype, device)
         cache = storage(model.layers, pages, page_tokens, model.kv_heads, model.head_dim, dtype, device)
+        decoder = Decoder(model, loaded, cache, min(positions, pages * page_tokens))
     except (torch.OutOfMemoryError, RuntimeError) as error:
         needed = (
             model.parameters + pages * page_tokens * 2 * model.kv_heads * model.head_dim * model.layers
@@ -99,7 +100,6 @@ def build(
             f"weights and {pages} KV blocks need {needed / 1e9:.1f} GB on {device.type}: {str(error).splitlines()[0]}"
         )
         raise BadInput(what, key="[engine] num_blocks") from None
-    decoder = Decoder(model, loaded, cache, positions)
     return TorchExecutor(
         decoder,
         attention_on(device, table, model, page_tokens),

@@ -75,7 +75,9 @@ class TorchExecutor:
         tokens, positions, sampled = (self._tensor(values) for values in (rows.tokens, rows.positions, rows.sampled))
         launched = self.clock()
         logits = self.decoder.forward(tokens, positions, sampled, self.attention)
-        chosen = logits.argmax(dim=-1).tolist()  # waits for the device
+        chosen = logits.argmax(dim=-1).tolist()  # waits for the device, unless there is nothing to fetch
+        if not chosen and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         for known, token in zip(rows.samplers, chosen, strict=True):
             known.tokens.append(token)
         end = self.clock()
@@ -83,6 +85,10 @@ class TorchExecutor:
 
     def spent(self) -> None:
         """A measurement does not say what the time was spent on."""
+
+    def notes(self) -> list[str]:
+        """Nothing: its times are what they were."""
+        return []
 
     def finish(self) -> None:
         """The run is over: keep what was said, forget the rest."""

@@ -13,6 +13,7 @@ from gpu_backend.model import Layer, Weights
 from sim.errors import BadInput
 from sim.hardware import Model
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # narrower ones come with scales
 Load = Callable[[str, tuple[int, ...]], torch.Tensor]
 
 
@@ -31,7 +32,7 @@ def random(model: Model, dtype: torch.dtype, device: torch.device, seed: int = 0
 def from_folder(model: Model, folder: Path, dtype: torch.dtype, device: torch.device) -> Weights:
     """The weights of a local Hugging Face folder: `model.safetensors`, or an index and its parts.
 
-    BadInput for a missing package, folder, file or tensor, and for a tensor of another shape.
+    BadInput for a missing package, folder, file or tensor, and for a tensor of another shape or quantised.
     """
     try:
         from safetensors import SafetensorError, safe_open
@@ -52,6 +53,9 @@ def from_folder(model: Model, folder: Path, dtype: torch.dtype, device: torch.de
             tensor: torch.Tensor = files[path].get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise BadInput(f"cannot be read: {error}", source=str(path)) from None
+        if tensor.dtype not in DTYPES:
+            what = f"tensor {name!r} is {str(tensor.dtype).removeprefix('torch.')}: quantised weights are not supported"
+            raise BadInput(what, source=str(path))
         if tuple(tensor.shape) != shape:
             what = f"tensor {name!r} is {list(tensor.shape)}, {model.name} has {list(shape)}"
             raise BadInput(what, source=str(path))
@@ -103,7 +107,7 @@ def _places(folder: Path) -> dict[str, Path]:
         if single.is_file():
             with safe_open(single, framework="pt") as file:
                 return dict.fromkeys(file.keys(), single)
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise BadInput(
             f"not an index of safetensors: {error}", source=str(index if index.is_file() else single)
         ) from None
@@ -112,8 +116,7 @@ def _places(folder: Path) -> dict[str, Path]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """A part of the folder; an index may not point elsewhere."""
-    path = folder / name
-    if path.resolve().parent != folder.resolve():
+    """A part of the folder; an index may not point elsewhere. (A link may: Hugging Face's own cache is made of them.)"""
+    if name != Path(name).name:
         raise ValueError(f"{name!r} is not in the folder")
-    return path
+    return folder / name

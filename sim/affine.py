@@ -50,3 +50,7 @@ class Affine:
 
     def spent(self) -> None:
         """Coefficients do not say what the time is spent on."""
+
+    def notes(self) -> list[str]:
+        """Nothing beyond what the scenario says."""
+        return []

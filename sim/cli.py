@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,7 +27,7 @@ from sim.record import Record
 from sim.report import Report
 from sim.scenario import Scenario
 from sim.settings import Setting, parse
-from sim.simulate import simulate
+from sim.simulate import Engine, simulate
 
 SHORTHANDS = {
     "policy": "scheduler.policy",
@@ -88,8 +89,6 @@ class Options:
 
     def scenario(self, path: str) -> Scenario:
         """The scenario with these options in place."""
-        if self.executor == "torch":
-            raise BadInput("'torch' is not part of this version; only 'model' is", source="--executor")
         given = [parse(text) for text in self.settings]
         for option, key in SHORTHANDS.items():
             if (value := getattr(self, option)) is not None:
@@ -103,7 +102,8 @@ def run(scenario: str, *, options: Options = Options()) -> None:
     """Run one scenario and print what came of it."""
     one = options.scenario(scenario)
     with _progress("requests") as advance:
-        report = simulate(one, wall_clock=options.clock == "wall", watch=_watch(advance, one.workload.requests))
+        watch = _watch(advance, one.workload.requests)
+        report = simulate(one, wall_clock=options.clock == "wall", watch=watch, engine=_engine(options))
     if options.out:
         output.write(options.out, output.of_run(report))
     _answer(options, one, report.summary, lambda: show.run(report.summary, report.plan))
@@ -120,8 +120,10 @@ def compare(scenario: str, *, policies: str | None = None, options: Options = Op
     """
     one = options.scenario(scenario)
     chosen = _policies(policies, options.policy)
-    tasks = [_Task(one.for_policy(policy), options.clock == "wall", options.out is not None) for policy in chosen]
-    workers = cores() if one.workload.requests * len(chosen) >= WORTH_PROCESSES else 1
+    engine, wall = _engine(options), options.clock == "wall"
+    tasks = [_Task(one.for_policy(policy), wall, options.out is not None, engine) for policy in chosen]
+    apart = engine is None and one.workload.requests * len(chosen) >= WORTH_PROCESSES
+    workers = cores() if apart else 1
     reports: dict[int, Report] = {}
     with _progress("policies") as advance:
         for position, report in each(_run_task, tasks, workers=workers):
@@ -223,10 +225,23 @@ class _Task:
     scenario: Scenario
     wall_clock: bool
     keep_steps: bool
+    engine: Engine | None
 
 
 def _run_task(task: _Task) -> Report:
-    return simulate(task.scenario, keep_steps=task.keep_steps, wall_clock=task.wall_clock)
+    return simulate(task.scenario, keep_steps=task.keep_steps, wall_clock=task.wall_clock, engine=task.engine)
+
+
+def _engine(options: Options) -> Engine | None:
+    """What executes batches where it is not the latency model."""
+    if options.executor == "model":
+        return None
+    try:
+        engine: Engine = import_module("gpu_backend.engine").executor
+    except ModuleNotFoundError as error:
+        what = f"'torch' needs the package {error.name}: pip install 'servecast[engine]'"
+        raise BadInput(what, source="--executor") from None
+    return engine
 
 
 def _policies(given: str | None, policy: str | None) -> Sequence[str]:
@@ -241,6 +256,8 @@ def _policies(given: str | None, policy: str | None) -> Sequence[str]:
 def _virtual(options: Options) -> None:
     if options.clock != "virtual":
         raise BadInput("a search runs on the virtual clock", source="--clock")
+    if options.executor != "model":
+        raise BadInput("a search runs on the latency model", source="--executor")
 
 
 def _check_search(tolerance: float, seeds: int) -> None:

@@ -44,3 +44,7 @@ class Executor(Protocol):
 
     def spent(self) -> Spent | None:
         """What all its iterations so far were spent on; None if it cannot tell."""
+
+    def notes(self) -> list[str]:
+        """What the user should know about the times it gave."""
+        ...

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from sim import catalogue, hardware
 from sim.lengths import datasets
 from sim.policies import POLICIES
+from sim.profile import load, shipped
 from sim.scenario import Scenario
 from sim.simulate import plan, workload
 from sim.workload import mean_rate
@@ -54,7 +56,19 @@ def devices() -> list[Row]:
 
 def profiles() -> list[Row]:
     """Calibrated latency profiles that are shipped."""
-    return []
+    rows = []
+    for name in shipped():
+        profile = load(name, Path())
+        rows.append(
+            {
+                "name": name,
+                "model": profile.model,
+                "device": profile.device,
+                "held_out_median": profile.errors.held_out_median,
+                "source": str(profile.provenance.get("source", "")),
+            }
+        )
+    return rows
 
 
 def length_models() -> list[Row]:

@@ -54,6 +54,7 @@ class Record:
         self.last_commit = nan
         self.ended = nan
         self.spent: Spent | None = None
+        self.notes: list[str] = []  # of the executors
 
     def arrived(self, request: Request) -> None:
         """A request was offered."""

@@ -163,3 +163,4 @@ class Replica:
                 self.record.busy += max(0.0, min(end, over) - (end - seconds))
         if (spent := self.executor.spent()) is not None:
             self.record.spent = spent.plus(self.record.spent or Spent())
+        self.record.notes.extend(note for note in self.executor.notes() if note not in self.record.notes)

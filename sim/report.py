@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from sim.affine import AffineTable
 from sim.distribution import Summary, summarise
 from sim.executor import Spent
+from sim.profile import load
 from sim.record import COMPLETED, REFUSED, STEP_COLUMNS, UNFINISHED, Record
+from sim.roofline import RooflineTable
+from sim.scenario import Scenario
 from sim.schema import DISTRIBUTIONS
 from sim.workload import Workload
 
@@ -30,6 +34,7 @@ class Report:
     plan: Plan
     workload: Workload
     record: Record
+    measured: bool = False  # times are of an engine, not of a latency model
 
     def __repr__(self) -> str:
         done, tbt = self.record.done - len(self.record.reasons), self.distributions["tbt"]["p99"]
@@ -120,13 +125,14 @@ class Report:
             "time_share": self._time_share(),
             "left_out": int(record.offered - self._measured.sum()),
             "workload": self.workload.counts,
+            "times_from": times_from(self.plan.scenario, measured=self.measured),
             "notes": self.notes,
         }
 
     @cached_property
     def notes(self) -> list[str]:
         """What the reader should know before believing the numbers."""
-        said = [*self.plan.scenario.notes, *self.workload.notes]
+        said = [*self.plan.scenario.notes, *self.workload.notes, *self.record.notes]
         if left_out := int(self.record.offered - self._measured.sum()):
             said.append(f"{left_out} requests of warm-up or drain are simulated but not in the distributions")
         if not self._measured.any():
@@ -252,3 +258,23 @@ def _counted(reasons: Any) -> dict[str, int]:
     for reason in reasons:
         counts[reason] = counts.get(reason, 0) + 1
     return counts
+
+
+def times_from(scenario: Scenario, *, measured: bool = False) -> str:
+    """Where the iteration times come from, and how far to trust them."""
+    latency = scenario.latency
+    if measured:
+        return "times: measured on this machine's engine"
+    if isinstance(latency, AffineTable):
+        return "times: affine coefficients of the scenario, taken as given"
+    if isinstance(latency, RooflineTable):
+        host = "no host time" if latency.step == latency.sequence == 0 else "host time as given"
+        return (
+            f"times: roofline from data-sheet figures (published) and kernel efficiencies (assumed), {host}; "
+            "not calibrated, expect tens of per cent of error"
+        )
+    errors = load(latency.name, scenario.directory).errors
+    return (
+        f"times: profile {latency.name} (fitted), within {errors.held_out_median:.1%} of half and "
+        f"{errors.held_out_p90:.1%} of nine tenths of the measurements held out"
+    )

@@ -151,6 +151,10 @@ class Roofline:
             total = total.plus(shape.spent, shape.uses)
         return total
 
+    def notes(self) -> list[str]:
+        """Nothing beyond what the scenario says."""
+        return []
+
     def _shape(self, tokens: int, rows: int) -> _Shape:
         """All of an iteration but its attention, which depends on these two counts alone."""
         if len(self.shapes) >= MOST_SHAPES:

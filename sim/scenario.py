@@ -77,7 +77,7 @@ class Scenario(Table):
             scenario = cls.model_validate(data)
         except ValidationError as error:
             key, what = describe(error, data)
-            raise BadInput(what, source=_source_of(key, source, settings), key=key) from None
+            raise BadInput(what, source=_source_of(key, source, settings, what == "required"), key=key) from None
         scenario._directory = directory
         scenario._source = source
         scenario._settings = settings
@@ -167,11 +167,15 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _source_of(key: str | None, source: str, settings: Sequence[Setting]) -> str:
-    """The option that set a key, or the file."""
+def _source_of(key: str | None, source: str, settings: Sequence[Setting], missing: bool = False) -> str:
+    """The option that set a key (or its table, or a part of it; or the kind that makes a missing one required), or the
+    file."""
     path = ".".join((key or "").replace("[", "").replace("]", "").split()) if key else ""
     for setting in reversed(settings):
-        if path and (setting.path == path or setting.path.startswith(path + ".")):
+        own, table = setting.path + ".", path.rpartition(".")[0]
+        if path and (own.startswith(path + ".") or (path + ".").startswith(own)):
+            return setting.option
+        if missing and setting.path == f"{table}.kind":
             return setting.option
     return source
 

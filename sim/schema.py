@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from sim.affine import AffineTable
 from sim.errors import shown, unknown
 from sim.policies import POLICIES
+from sim.profile import ProfileTable
 from sim.roofline import RooflineTable
 from sim.router import ROUTERS
 from sim.table import LARGEST, Count, NonNegative, Positive, Table, one_of
@@ -73,13 +74,6 @@ class PolicyTable(Table):
     max_batch_tokens: Count | None = None
     time_limit: Positive | None = None
     token_budget: Budget | None = None
-
-
-class ProfileTable(Table):
-    """[latency] kind = "profile": a calibrated profile by name."""
-
-    kind: Literal["profile"]
-    name: str
 
 
 Latency = Annotated[AffineTable | RooflineTable | ProfileTable, Field(discriminator="kind")]

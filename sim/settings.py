@@ -84,7 +84,7 @@ def describe(error: ValidationError, data: Any) -> tuple[str, str]:
         key = first["loc"][-1]
     elif first["type"].startswith("union_tag"):
         key = "kind"
-    elif key is None and where and not isinstance(value, dict):
+    elif key is None and where and not (isinstance(value, dict) and first["type"] == "value_error"):
         key = where.pop()
     if not where:
         return f"[{key or 'scenario'}]", _what(first)

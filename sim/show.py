@@ -9,9 +9,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from sim.affine import AffineTable
 from sim.capacity import Capacity
-from sim.roofline import RooflineTable
+from sim.report import times_from
 from sim.scenario import Scenario
 from sim.simulate import Plan
 
@@ -66,7 +65,7 @@ def run(summary: Summary, plan: Plan) -> RenderableType:
         *_verdicts(summary),
         "",
         _machine(summary),
-        *_notes([*summary["notes"], provenance(plan.scenario)]),
+        *_notes([*summary["notes"], summary["times_from"]]),
     )
 
 
@@ -101,7 +100,7 @@ def compare(summaries: Sequence[Summary], plan: Plan) -> RenderableType:
     notes = list(dict.fromkeys(note for summary in summaries for note in summary["notes"]))
     offered = f"the same {summaries[0]['offered']:,} requests under each policy"
     head = _title(summaries[0]["name"], f"{_where(plan)} · {offered}")
-    return Group(head, "", table, *_notes([*notes, provenance(plan.scenario)]))
+    return Group(head, "", table, *_notes([*notes, summaries[0]["times_from"]]))
 
 
 def capacities(found: Sequence[Capacity], scenario: Scenario) -> RenderableType:
@@ -127,7 +126,7 @@ def capacities(found: Sequence[Capacity], scenario: Scenario) -> RenderableType:
         _title(scenario.name, "SLO: " + ", ".join(limits)),
         "",
         table,
-        *_notes([*filter(None, [meaning]), *notes, provenance(scenario)]),
+        *_notes([*filter(None, [meaning]), *notes, times_from(scenario)]),
     )
 
 
@@ -155,7 +154,7 @@ def cost(result: Mapping[str, Any], scenario: Scenario) -> RenderableType:
             table.add_row("  output", told, f"with latency limits × {scale}: {number(row['rate'])} requests/s")
     where = f"{_devices(result['devices'])} at {result['gpu_hour']:g} an hour each (a parameter: [cost] gpu_hour)"
     head = _title(result["name"], f"{result['policy']} · {where}")
-    return Group(head, "", table, *_notes([*result["notes"], provenance(scenario)]))
+    return Group(head, "", table, *_notes([*result["notes"], times_from(scenario)]))
 
 
 def meaning(explained: Mapping[str, Any], scenario: Scenario) -> RenderableType:
@@ -179,7 +178,7 @@ def meaning(explained: Mapping[str, Any], scenario: Scenario) -> RenderableType:
         lines.append(f"{explained['refused']:,} of them can never be served and will be refused")
     title = _title(scenario.name, scenario.source)
     return Group(
-        title, "", *lines, *_notes([*explained["notes"], provenance(scenario)]), "", Text(explained["scenario"])
+        title, "", *lines, *_notes([*explained["notes"], times_from(scenario)]), "", Text(explained["scenario"])
     )
 
 
@@ -209,20 +208,6 @@ def deployed(plan: Plan) -> str:
     limits = plan.deployment.limits
     budget = f", {limits.token_budget} tokens" if limits.policy in ("stall-free", "alternating") else ""
     return f"{_where(plan)} · {limits.policy}{budget}"
-
-
-def provenance(scenario: Scenario) -> str:
-    """Where the times of a forecast come from."""
-    latency = scenario.latency
-    if isinstance(latency, AffineTable):
-        return "times: affine coefficients of the scenario, taken as given"
-    if isinstance(latency, RooflineTable):
-        host = "no host time" if latency.step == latency.sequence == 0 else "host time as given"
-        return (
-            f"times: roofline from data-sheet figures (published) and kernel efficiencies (assumed), {host}; "
-            "not calibrated, expect tens of per cent of error"
-        )
-    return f"times: profile {latency.name}"
 
 
 def to_console(content: RenderableType) -> None:

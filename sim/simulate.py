@@ -13,6 +13,7 @@ from sim.affine import Affine, AffineTable
 from sim.cluster import Deployment, Watch, serve
 from sim.errors import BadInput
 from sim.executor import Executor
+from sim.profile import Profile, ProfileLatency, load
 from sim.report import Report
 from sim.roofline import Roofline, RooflineTable
 from sim.scenario import Scenario
@@ -36,6 +37,9 @@ class Plan:
         """Devices of all replicas."""
         parallel = self.scenario.deployment
         return parallel.tensor_parallel * parallel.pipeline_parallel * parallel.replicas
+
+
+Engine = Callable[[Plan], Callable[[], Executor]]
 
 
 def plan(scenario: Scenario) -> Plan:
@@ -63,8 +67,11 @@ def simulate(
     wall_clock: bool = False,
     watch: Watch | None = None,
     requests: Workload | None = None,
+    engine: Engine | None = None,
 ) -> Report:
     """Run a scenario. `requests` are used instead of the workload that the scenario describes, where given.
+
+    `engine(plan)` makes what executes batches instead of the scenario's latency model (`gpu_backend.engine.executor`).
 
     `watch(record, now)` sees the run from time to time and stops it by returning True; `wall_clock` lets requests
     arrive in real time. BadInput for a scenario that cannot be run.
@@ -73,10 +80,14 @@ def simulate(
     work = requests if requests is not None else workload(planned.scenario)
     _check_together(planned.scenario, work)
     metrics = scenario.metrics
+    try:
+        executor = engine(planned) if engine is not None else planned.executor
+    except BadInput as error:
+        raise scenario.blame(error) from None
     record = serve(
         work,
         planned.deployment,
-        planned.executor,
+        executor,
         routing=np.random.default_rng(streams(scenario.workload.seed).routing),
         time_limit=planned.scenario.engine.time_limit,
         warmup=metrics.warmup,
@@ -85,7 +96,7 @@ def simulate(
         wall_clock=wall_clock,
         watch=watch,
     )
-    return Report(planned, work, record)
+    return Report(planned, work, record, measured=engine is not None)
 
 
 def _check_together(scenario: Scenario, work: Workload) -> None:
@@ -159,5 +170,19 @@ def _executor(
         assert model is not None  # Scenario.check
         assert device is not None
         return partial(Roofline, latency, model, device, parallel.tensor_parallel, parallel.pipeline_parallel)
-    what = f'unknown profile {latency.name!r}; none is shipped with this version, use kind = "roofline"'
-    raise BadInput(what, key="[latency] name")
+    return partial(ProfileLatency, _profile(scenario, latency.name, model))
+
+
+def _profile(scenario: Scenario, name: str, model: hardware.Model | None) -> Profile:
+    """The profile, if it is of the model and the parallelism that the scenario has."""
+    profile, parallel = load(name, scenario.directory), scenario.deployment
+    if parallel.pipeline_parallel > 1:
+        what = "profiles of pipelines are not supported by this version"
+        raise BadInput(what, key="[deployment] pipeline_parallel")
+    if model is not None and profile.model != model.name:
+        what = f"profile {name!r} was measured with {profile.model!r}, not {model.name!r}"
+        raise BadInput(what, key="[latency] name")
+    if profile.tensor_parallel != parallel.tensor_parallel:
+        what = f"profile {name!r} was measured at {profile.tensor_parallel}, not {parallel.tensor_parallel}"
+        raise BadInput(what, key="[deployment] tensor_parallel")
+    return profile

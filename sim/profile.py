@@ -1,0 +1,187 @@
+"""Calibrated latency profiles: physical terms whose coefficients were fitted to measurements.
+
+An iteration lasts
+
+    step + decode_step·[any decode] + chunk·(chunks) + sequence·n + tokens(T) + context·C
+         + prefill_attention·A + prefill_context·K
+
+with T tokens in the batch, n requests, C KV tokens of the decodes, A the sum over chunks of m·(m0 + m/2), and K the sum
+of m0 + m (KV that chunks read). `tokens` is piecewise linear and never falls. All coefficients are seconds and ≥ 0.
+A profile is a TOML file; `name` is that of a shipped one or a path.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from bisect import bisect_right
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from sim.errors import BadInput, unknown
+from sim.executor import Step
+from sim.request import Batch
+from sim.settings import describe
+from sim.table import Count, NonNegative, Positive, Table
+
+TERMS = ("step", "decode_step", "chunk", "sequence", "context", "prefill_attention", "prefill_context")
+Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
+
+
+class ProfileTable(Table):
+    """[latency] kind = "profile": a calibrated profile, by its name or its file's path."""
+
+    kind: Literal["profile"]
+    name: Annotated[str, Field(min_length=1)]
+
+
+class Tokens(Table):
+    """Seconds of the linear layers at each of `knots` tokens, ascending; the last slope goes on beyond them."""
+
+    knots: Annotated[list[Count], Field(min_length=2)]
+    seconds: list[NonNegative]
+
+    @model_validator(mode="after")
+    def _rises(self) -> Tokens:
+        if len(self.knots) != len(self.seconds):
+            raise ValueError(f"{len(self.knots)} knots and {len(self.seconds)} seconds must be as many")
+        if any(a >= b for a, b in zip(self.knots, self.knots[1:], strict=False)):
+            raise ValueError("knots must ascend")
+        if any(a > b for a, b in zip(self.seconds, self.seconds[1:], strict=False)):
+            raise ValueError("seconds must not fall")
+        return self
+
+    def at(self, tokens: float) -> float:
+        """Seconds at so many tokens."""
+        knots, seconds = self.knots, self.seconds
+        right = min(max(bisect_right(knots, tokens), 1), len(knots) - 1)
+        slope = (seconds[right] - seconds[right - 1]) / (knots[right] - knots[right - 1])
+        return max(0.0, seconds[right - 1] + slope * (tokens - knots[right - 1]))
+
+
+class Coefficients(Table):
+    """Seconds per unit of each term."""
+
+    step: NonNegative = 0.0
+    decode_step: NonNegative = 0.0
+    chunk: NonNegative = 0.0
+    sequence: NonNegative = 0.0
+    context: NonNegative = 0.0
+    prefill_attention: NonNegative = 0.0
+    prefill_context: NonNegative = 0.0
+    tokens: Tokens
+
+
+class Validity(Table):
+    """The largest values that were measured; beyond them a forecast extrapolates."""
+
+    tokens: Count
+    sequences: Count
+    context_tokens: Count  # per decode
+    prefill_context_tokens: Count  # m0 + m of a chunk
+
+
+class Errors(Table):
+    """What the fit leaves: relative errors of predicted against measured seconds on rows it had not seen."""
+
+    rows: Count
+    held_out_median: NonNegative
+    held_out_p90: NonNegative
+    held_out_bias: float
+
+
+class Profile(Table):
+    """A fitted latency model, with where it comes from and how far it holds."""
+
+    name: str
+    model: str
+    device: str
+    tensor_parallel: Count = 1
+    pipeline_parallel: Count = 1
+    scale: Positive = 1.0
+    coefficients: Coefficients
+    validity: Validity
+    errors: Errors
+    intervals: dict[str, Pair] = Field(default_factory=dict)  # 90 %, over resamples of the measurements
+    provenance: dict[str, str | int | float | bool] = Field(default_factory=dict)
+
+
+class ProfileLatency:
+    """Executes by a profile's formula, and remembers how far beyond its measurements it was asked to go."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.terms = profile.coefficients
+        self.scale = profile.scale
+        self.bases: dict[tuple[int, int, int], float] = {}
+        self.seen = dict.fromkeys(Validity.model_fields, 0)
+
+    def execute(self, batch: Batch) -> Step:
+        """Seconds of the iteration."""
+        terms, chunks = self.terms, batch.chunks
+        key = (batch.decodes, batch.prefill_tokens, len(chunks))
+        base = self.bases.get(key)
+        if base is None:
+            base = self._base(*key)
+        seconds = base + terms.context * batch.context
+        if batch.decodes and batch.context > self.seen["context_tokens"] * batch.decodes:
+            self.seen["context_tokens"] = -(-batch.context // batch.decodes)
+        if chunks:
+            reach = sum(chunk.start + chunk.tokens for chunk in chunks)
+            seconds += terms.prefill_attention * batch.attention + terms.prefill_context * reach
+            if reach > self.seen["prefill_context_tokens"]:
+                longest = max(chunk.start + chunk.tokens for chunk in chunks)
+                self.seen["prefill_context_tokens"] = max(self.seen["prefill_context_tokens"], longest)
+        return Step((seconds * self.scale,))
+
+    def spent(self) -> None:
+        """Coefficients do not say what the time is spent on."""
+
+    def notes(self) -> list[str]:
+        """Where the run left the range of the measurements."""
+        limits = self.profile.validity.model_dump()
+        beyond = [
+            f"{name.replace('_', ' ')} up to {self.seen[name]:,} (measured up to {limit:,})"
+            for name, limit in limits.items()
+            if self.seen[name] > limit
+        ]
+        name = self.profile.name
+        return [f"profile {name!r} is extrapolated: {'; '.join(beyond)}"] if beyond else []
+
+    def _base(self, decodes: int, prefill_tokens: int, chunks: int) -> float:
+        """What depends on counts alone."""
+        terms, rows, tokens = self.terms, decodes + chunks, decodes + prefill_tokens
+        if len(self.bases) > 1 << 16:
+            self.bases.clear()
+        self.seen["tokens"] = max(self.seen["tokens"], tokens)
+        self.seen["sequences"] = max(self.seen["sequences"], rows)
+        base = terms.step + terms.chunk * chunks + terms.sequence * rows + terms.tokens.at(tokens)
+        base += terms.decode_step if decodes else 0.0
+        self.bases[decodes, prefill_tokens, chunks] = base
+        return base
+
+
+def shipped() -> dict[str, Path]:
+    """Profiles that come with servecast: name to file."""
+    root = Path(str(resources.files("sim") / "profiles"))
+    return {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.glob("**/*.toml"))}
+
+
+def load(name: str, directory: Path) -> Profile:
+    """The profile of that name, shipped or a file relative to `directory`. BadInput where it cannot be used."""
+    known = shipped()
+    path = known.get(name) or directory / name
+    if name not in known and not path.is_file():
+        what = f"{unknown('profile', name, known)}, nor is there such a file" if known else f"no such file: {path}"
+        raise BadInput(what, key="[latency] name")
+    data: dict[str, Any] = {}
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        return Profile.model_validate(data)
+    except ValidationError as error:
+        key, what = describe(error, data)
+        raise BadInput(what, source=str(path), key=key) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadInput(f"not a profile: {error}", source=str(path)) from None
