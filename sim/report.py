@@ -77,9 +77,13 @@ class Report:
         """One row per iteration, in order of commit; empty where they were not kept."""
         import polars as pl
 
-        rows = np.frombuffer(self.record.steps or b"", dtype=list(STEP_COLUMNS.items()))
         ints = pl.col(pl.Int32).cast(pl.Int64)
-        return pl.DataFrame({name: np.ascontiguousarray(rows[name]) for name in STEP_COLUMNS}).with_columns(ints)
+        return pl.DataFrame({name: self.columns(name) for name in STEP_COLUMNS}).with_columns(ints)
+
+    def columns(self, name: str) -> npt.NDArray[Any]:
+        """One column of the iterations, without a frame."""
+        rows = np.frombuffer(self.record.steps or b"", dtype=list(STEP_COLUMNS.items()))
+        return np.ascontiguousarray(rows[name])
 
     @cached_property
     def distributions(self) -> dict[str, Summary]:

@@ -21,11 +21,11 @@ from sim.workload import Workload
 Rows = list[tuple[float, int, int]]
 
 
-class Spy:
+class Spy(Affine):
     """Executes by the affine formula, and keeps what each batch was made of when it was launched."""
 
     def __init__(self, table: AffineTable, stages: int) -> None:
-        self.affine = Affine(table, stages)
+        super().__init__(table, stages)
         self.chunks: list[list[tuple[int, int, int]]] = []
         self.decodes: list[list[int]] = []
         self.emitting: list[list[int]] = []
@@ -38,13 +38,10 @@ class Spy:
         self.chunks.append([(chunk.request.id, chunk.start, chunk.tokens) for chunk in batch.chunks])
         self.decodes.append(decodes)
         self.emitting.append(decodes + last)
-        step = self.affine.execute(batch)
+        step = super().execute(batch)
         self.seconds.append(step.seconds[0])
         self.batches.append(batch)
         return step
-
-    def spent(self) -> None:
-        """The formula does not say."""
 
 
 @dataclass

@@ -166,6 +166,16 @@ def test_a_seed_seeds_everything(policy: str, router: str) -> None:
     assert written(simulate(base)) == written(simulate(base)) != written(simulate(base.with_(workload__seed=6)))
 
 
+def test_the_router_draws_from_the_seed() -> None:
+    """Requests that are all the same, at once: with another seed they go elsewhere."""
+    base = scenario(deployment__router="power-of-two", deployment__replicas=5)
+    homes = [
+        per_request(simulate(base.with_(workload__seed=seed), requests=requests(*[(0.0, 4, 2)] * 20)), "replica")
+        for seed in (1, 1, 2)
+    ]
+    assert homes[0] == homes[1] != homes[2]
+
+
 def test_two_policies_meet_the_same_requests() -> None:
     runs = [simulate(scenario(scheduler__policy=policy)).requests for policy in POLICIES]
     columns = ["id", "arrival_s", "prompt_tokens"]
@@ -252,7 +262,7 @@ def recounted(report: Report) -> dict[str, list[float]]:
     }
 
 
-@pytest.mark.parametrize("limit", [None, 14.0])
+@pytest.mark.parametrize("limit", [None, 7.0])
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_summary_is_what_the_tables_say(policy: str, stages: int, limit: float | None) -> None:
@@ -264,7 +274,7 @@ def test_a_summary_is_what_the_tables_say(policy: str, stages: int, limit: float
     assert summary["offered"] == len(table)
     assert summary["offered"] == summary["completed"] + summary["unfinished"] + sum(summary["refused"].values())
     assert summary["completed"] == len(table.filter(pl.col("status") == "completed"))
-    assert (summary["unfinished"] > 0) == (limit is not None)
+    assert (summary["unfinished"] > 0) == (len(table) < 20) == (limit is not None)
     assert summary["duration_s"] == max(steps["end_s"]) - table["arrival_s"][0]
     assert summary["iterations"] == len(steps)
     assert summary["preemptions"] == steps["preempted"].sum()
@@ -274,7 +284,9 @@ def test_a_summary_is_what_the_tables_say(policy: str, stages: int, limit: float
     assert summary["output_throughput"] == summary["output_tokens"] / summary["duration_s"]
     for name, values in recounted(report).items():
         expected = summarise(np.array(values))
-        assert summary[name]["n"] == len(values) > 0
+        assert summary[name]["n"] == len(values)
+        if not values:
+            continue
         assert {key: summary[name][key] for key in ("p50", "p99", "max")} == {
             key: expected[key] for key in ("p50", "p99", "max")
         }
