@@ -232,3 +232,10 @@ def _agreement(one: Report, other: Report) -> tuple[float, int | None]:
     different = np.flatnonzero(~same)
     first = int(different[0]) if len(different) else None if len(left) == len(right) else both
     return float(same.sum() / max(len(left), len(right), 1)), first
+
+
+def worst(attempt: Validation) -> float:
+    """How far an attempt is off: the largest of its median TBT, P99 TBT and median TTFT errors."""
+    key = "error_anchored" if attempt.anchored is not None else "error"
+    errors = [one[key] for one in attempt.metrics() if one["metric"] in ("tbt_p50", "tbt_p99", "ttft_p50")]
+    return max(abs(float(error)) for error in errors if error is not None)

@@ -170,11 +170,11 @@ def shipped() -> dict[str, Path]:
 
 
 def load(name: str, directory: Path) -> Profile:
-    """The profile of that name, shipped or a file relative to `directory`. BadInput where it cannot be used."""
+    """The profile of that name: shipped, or a file relative to `directory` or the current one. BadInput for others."""
     known = shipped()
-    path = known.get(name) or directory / name
-    if name not in known and not path.is_file():
-        what = f"{unknown('profile', name, known)}, nor is there such a file" if known else f"no such file: {path}"
+    path = known.get(name) or next((base / name for base in (directory, Path()) if (base / name).is_file()), None)
+    if path is None:
+        what = f"{unknown('profile', name, known)}, nor is there such a file" if known else f"no such file: {name}"
         raise BadInput(what, key="[latency] name")
     data: dict[str, Any] = {}
     try:

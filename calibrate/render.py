@@ -1,0 +1,169 @@
+"""Profiles and validations for people: tables, and a chart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from calibrate.validate import Validation
+from sim import output
+from sim.profile import TERMS, Profile
+from sim.show import percent, seconds
+
+UNITS = {
+    "step": "per iteration",
+    "decode_step": "per iteration with decodes",
+    "chunk": "per chunk",
+    "sequence": "per request in the batch",
+    "context": "per KV token of the decodes",
+    "prefill_attention": "per unit m·(m0 + m/2) of a chunk",
+    "prefill_context": "per KV token that chunks read",
+}
+
+
+def profile(one: Profile) -> RenderableType:
+    """Where a profile comes from, what it says, and how far it holds."""
+    table = _table("term", ">seconds", ">90 % of resamples", "")
+    for term in TERMS:
+        low, high = one.intervals.get(term, (None, None))
+        between = "–" if low is None or high is None else f"{low:.3g} to {high:.3g}"
+        table.add_row(term, f"{getattr(one.coefficients, term):.3g}", between, UNITS[term])
+    tokens = one.coefficients.tokens
+    for knot in tokens.knots[:: max(1, len(tokens.knots) // 6)]:
+        table.add_row(f"{knot} tokens", f"{tokens.at(knot):.3g}", "", "linear layers, beyond the smallest batch")
+    errors, valid = one.errors, one.validity
+    return Group(
+        Text(one.name, style="bold"),
+        Text(f"{one.model} on {one.device}, tensor parallel {one.tensor_parallel}", style="dim"),
+        "",
+        table,
+        "",
+        f"errors on batches held out ({errors.rows} rows): median {errors.held_out_median:.1%}, "
+        f"P90 {errors.held_out_p90:.1%}, total {errors.held_out_bias:+.1%}",
+        f"measured up to {valid.tokens:,} tokens and {valid.sequences:,} requests a batch, {valid.context_tokens:,} KV "
+        f"tokens a decode, {valid.prefill_context_tokens:,} a chunk; beyond that it extrapolates, and a run says so",
+        *(Text(f"· {key}: {_shown(value)}", style="dim") for key, value in one.provenance.items()),
+        Text("· does not know: pipelines, other dtypes, other engines, memory that other processes use", style="dim"),
+    )
+
+
+def validation(attempts: Sequence[Validation], best: Validation) -> RenderableType:
+    """Simulated beside measured, with the noise floor."""
+    anchored = best.anchored is not None
+    table = _table(
+        "", ">measured", ">again", ">noise", ">simulated", ">error", *([">anchored", ">error"] if anchored else [])
+    )
+    for one in best.metrics():
+        cells = [one["metric"], seconds(one["measured_s"]), seconds(one["again_s"]), _signed(one["noise"])]
+        cells += [seconds(one["simulated_s"]), _signed(one["error"])]
+        cells += [seconds(one["anchored_s"]), _signed(one["error_anchored"])] if anchored else []
+        table.add_row(*cells)
+    return Group(
+        Text(best.scenario.name, style="bold"),
+        Text(f"{best.scenario.scheduler.policy} · the same scheduler, measured twice and simulated", style="dim"),
+        "",
+        table,
+        "",
+        *_alignment(best.alignment(), anchored),
+        _attribution(best.attribution()),
+        *_attempts(attempts, best),
+        *(Text(f"· {note}", style="dim") for note in best.simulated.notes),
+    )
+
+
+def files(best: Validation, result: Mapping[str, Any]) -> dict[str, bytes]:
+    """Result files of a validation."""
+    import polars as pl
+
+    steps = pl.DataFrame({name: values for name, values in best.steps.items() if values})
+    buffer = BytesIO()
+    steps.write_parquet(buffer)
+    kept = {
+        "validation.json": output.as_json(result).encode(),
+        "validation_steps.parquet": buffer.getvalue(),
+        "scenario.toml": best.scenario.to_toml().encode(),
+        "validation.vl.json": chart(steps).to_json().encode(),
+    }
+    for prefix, report in (("measured", best.measured), ("simulated", best.simulated)):
+        kept |= {f"{prefix}/{name}": content for name, content in output.of_run(report).items()}
+    return kept
+
+
+def chart(steps: Any) -> Any:
+    """Predicted against measured seconds of every iteration, and their quantiles against each other."""
+    import altair as alt
+    import polars as pl
+
+    which = "anchored" if "anchored" in steps.columns else "predicted"
+    part = steps.select("seconds", pl.col(which).alias("predicted"), (pl.col("chunks") > 0).alias("prefill"))
+    drawn = part.sample(min(2000, len(part)), seed=0)
+    scale = alt.Scale(type="log")
+    x, y = alt.X("seconds", scale=scale, title="measured (s)"), alt.Y("predicted", scale=scale, title="predicted (s)")
+    line = alt.Chart().mark_line(color="grey", strokeDash=[4, 4]).encode(x=alt.X("seconds"), y=alt.Y("seconds"))
+    points = (
+        alt.Chart().mark_point(size=12, opacity=0.5).encode(x=x, y=y, color=alt.Color("prefill", title="with prefill"))
+    )
+    scatter = alt.layer(points, line, data=drawn).properties(title="every iteration", width=320, height=320)
+    shares = [share / 200 for share in range(1, 200)]
+    quantiles = pl.DataFrame(
+        {name: [part[name].quantile(share) for share in shares] for name in ("seconds", "predicted")}
+    )
+    pairs = alt.Chart().mark_point(size=12).encode(x=x, y=y)
+    ranked = alt.layer(pairs, line, data=quantiles).properties(title="quantile against quantile", width=320, height=320)
+    return alt.hconcat(scatter, ranked)
+
+
+def _alignment(told: Mapping[str, Any], anchored: bool) -> list[str]:
+    which = "anchored" if anchored else "predicted"
+    lines = [
+        f"{told['iterations_measured']:,} iterations; on the measured batches the model is off by "
+        f"{told[f'{which}_median_error']:.1%} (median), {told[f'{which}_p90_error']:.1%} (P90), "
+        f"{told[f'{which}_total']:+.1%} in total"
+    ]
+    for name, label in (("again", "the run again"), ("simulated", "the simulation"), ("anchored", "the anchored one")):
+        if f"{name}_equal_batches" in told:
+            first = told[f"{name}_first_difference"]
+            where = "never parts ways" if first is None else f"parts ways at iteration {first:,}"
+            lines.append(f"{label} {where}; {told[f'{name}_equal_batches']:.0%} of batches are equal in order")
+    return lines
+
+
+def _attribution(told: Mapping[str, float]) -> str:
+    return (
+        f"difference in iteration time: {told['latency_model']:+.1%} latency model, {told['schedule']:+.1%} schedule; "
+        f"the host took {told['host_share']:.1%} of the measured time"
+    )
+
+
+def _attempts(attempts: Sequence[Validation], best: Validation) -> list[str]:
+    """All attempts in short, where there are several."""
+    if len(attempts) == 1:
+        return []
+    lines = [""]
+    for number, attempt in enumerate(attempts, start=1):
+        key = "error_anchored" if attempt.anchored is not None else "error"
+        parts = [f"{one['metric']} {_signed(one[key])} (noise {_signed(one['noise'])})" for one in attempt.metrics()]
+        told = ", ".join(part for part in parts if part.startswith(("tbt_p50", "tbt_p99", "ttft_p50")))
+        lines.append(f"attempt {number}{', the best' if attempt is best else ''}: {told}")
+    return lines
+
+
+def _table(*headings: str) -> Table:
+    """Columns by heading; one that starts with > is right-justified."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading.removeprefix(">"), justify="right" if heading.startswith(">") else "left")
+    return table
+
+
+def _signed(value: float | None) -> str:
+    return percent(None) if value is None else f"{value:+.1%}"
+
+
+def _shown(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
