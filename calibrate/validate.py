@@ -36,6 +36,7 @@ COMPARED = (
     ("e2e_s", "p99"),
 )
 EVERY = 4  # iterations between two calibration steps of an anchored run
+WARM_UP = 20  # batches before anything is measured
 FEWEST = 150  # rows that an anchored profile is fitted to
 
 
@@ -166,6 +167,9 @@ def validate(
     planned = plan(scenario)
     points = grid(reach(planned))
     anchors = None if anchor is None else interleaved(anchor, points, planned.deployment.limits.block_tokens)
+    warm = interleaved(executor, points, planned.deployment.limits.block_tokens)
+    for _ in range(WARM_UP):  # the first iterations of a process are slow: caches, allocators, kernels
+        next(warm)
     runs = []
     for number in range(2):
         beside = Beside(executor, planned.executor(), anchors)
