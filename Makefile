@@ -4,8 +4,15 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SCENARIO ?= scenarios/chat-mistral-7b.toml
 
+# A machine with a GPU has its own Python with torch, and no network: GPU_PYTHON brings what is there.
+GPU_PYTHON   ?= python3
+GPU_SCENARIO ?= scenarios/llama-3.1-8b-h100.toml
+KERNELS      ?= bfloat16:128:4 bfloat16:128:1 float16:64:4 float16:64:1
+GPU_MEASURE  ?= -m sim calibrate measure $(GPU_SCENARIO) --to out/gpu/measured.jsonl --seconds 180
+GPU_VALIDATE ?= -m sim validate $(GPU_SCENARIO) --out out/gpu/validation --json
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types walls fast bench bench-million clean
+.PHONY: help demo test check format lint types walls fast bench bench-million gpu clean
 
 help:  ## this page
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,6 +47,25 @@ bench: $(VENV)/.developer  ## speed of the simulator, as ratios measured in one 
 
 bench-million: $(VENV)/.developer  ## a million requests on 64 replicas
 	$(BIN)/python tests/benchmarks/speed.py --million
+
+gpu: .stamps/gpu-validated  ## on a GPU: build kernels, test and measure, validate; go on where it was
+
+.stamps/gpu-kernels:
+	mkdir -p .stamps out/gpu
+	$(GPU_PYTHON) -m gpu_backend.kernels $(KERNELS)
+	touch $@
+
+.stamps/gpu-tested: .stamps/gpu-kernels
+	$(GPU_PYTHON) -m pytest -rs -s tests/test_gpu.py
+	touch $@
+
+.stamps/gpu-measured: .stamps/gpu-tested
+	$(GPU_PYTHON) $(GPU_MEASURE)
+	touch $@
+
+.stamps/gpu-validated: .stamps/gpu-measured
+	$(GPU_PYTHON) $(GPU_VALIDATE)
+	touch $@
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

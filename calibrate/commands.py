@@ -37,6 +37,7 @@ def measure(
         Forget what an interrupted measurement left.
     """
     one = options.scenario(scenario)
+    rows.check_writable(to)
     engine = needing_torch("gpu_backend.engine", "calibrate measure")
     machine = needing_torch("gpu_backend.machine", "calibrate measure")
     planned = plan(one)
@@ -147,6 +148,8 @@ def validate(scenario: str, *, anchor: bool = False, attempts: int = 1, options:
     one = options.scenario(scenario)
     if not 1 <= attempts <= 100:
         raise BadInput(f"{attempts} must be from 1 to 100", source="--attempts")
+    if options.clock != "virtual":
+        raise BadInput("the two are compared on the virtual clock", source="--clock")
     engine = needing_torch("gpu_backend.engine", "validate")
     planned = plan(one)
     try:

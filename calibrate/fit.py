@@ -16,6 +16,7 @@ import numpy.typing as npt
 from calibrate.rows import Rows
 from sim.errors import BadInput, unknown
 from sim.profile import TERMS, Coefficients, Errors, Profile, Tokens, Validity
+from sim.table import SMALLEST
 
 Floats = npt.NDArray[np.float64]
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 129, 160, 192, 256, 257, 384, 512, 513, 768, 1024, 1025)
@@ -25,14 +26,15 @@ ROUNDS = 8
 FOLDS = 5
 RESAMPLES = 60
 INDEPENDENT = 1e-4  # of its length that a term's column must have beside all others for the data to tell it
-NEEDS = {
-    "step": "batches of several sizes",
-    "decode_step": "batches with and without decodes",
-    "chunk": "batches of one chunk and of several",
-    "sequence": "batches with as many tokens and different numbers of requests",
-    "context": "decodes at different contexts",
+FAR = 1.25  # times the last usual place: where a larger batch is a place of its own
+NEEDS = {  # the most particular first: of terms that make each other up, that is the one to name
     "prefill_attention": "chunks of different lengths",
     "prefill_context": "chunks with and without prior context",
+    "context": "decodes at different contexts",
+    "sequence": "batches with as many tokens and different numbers of requests",
+    "chunk": "batches of one chunk and of several",
+    "decode_step": "batches with and without decodes",
+    "step": "batches of several sizes",
     "tokens": "batches of different numbers of tokens",
 }
 
@@ -75,10 +77,15 @@ def fit(
 
 
 def _knots(rows: Rows) -> list[int]:
-    """Where the linear layers may bend: the usual places that were measured, and the largest batch."""
+    """Where the linear layers may bend: the usual places that were measured, from the smallest batch to the largest."""
     tokens = rows["decodes"] + rows["prefill_tokens"]
     measured = set(tokens.astype(int).tolist())
+    smallest, largest = min(measured), max(measured)
     found = [knot for knot in (*KNOTS, *FARTHER) if knot in measured]
+    if 0 < smallest < min(found, default=largest):
+        found.insert(0, smallest)
+    if found and largest > FAR * found[-1]:
+        found.append(largest)
     if len(found) < 2:
         raise BadInput(f"the data cannot tell the term 'tokens': it needs {NEEDS['tokens']}", key="seconds")
     return found
@@ -106,15 +113,16 @@ def _check_identifiable(design: Floats, rows: Rows, terms: Sequence[str], knots:
     scaled = design / rows["seconds"][:, None]
     lengths = np.linalg.norm(scaled, axis=0)
     names = [*terms, *(f"tokens up to {knot}" for knot in knots[1:])]
-    for index, name in enumerate(names):
-        alone = 0.0
+    order = list(NEEDS)
+    for name in sorted(names, key=lambda name: order.index(name.split()[0])):
+        index, alone = names.index(name), 0.0
         if lengths[index] > 0:
             column, others = scaled[:, index] / lengths[index], np.delete(scaled, index, axis=1)
             others = others / np.maximum(np.linalg.norm(others, axis=0), 1e-300)
             alone = float(np.linalg.norm(column - others @ np.linalg.lstsq(others, column, rcond=None)[0]))
         if alone < INDEPENDENT:
-            needs = NEEDS[name.split()[0]]
-            what = f"the data cannot tell the term {name!r}: it needs {needs}; or hold it at 0 with --without"
+            instead = "; or hold it at 0 with --without" if name in TERMS else ""
+            what = f"the data cannot tell the term {name!r}: it needs {NEEDS[name.split()[0]]}{instead}"
             raise BadInput(what, key="seconds")
 
 
@@ -138,6 +146,7 @@ def _solve(design: Floats, seconds: Floats) -> Floats:
 
 
 def _coefficients(solution: Floats, terms: Sequence[str], knots: Sequence[int]) -> Coefficients:
+    solution = np.where(solution < SMALLEST, 0.0, solution)
     scalars = dict(zip(terms, solution.tolist(), strict=False))
     slopes = solution[len(terms) :]
     seconds = np.cumsum([0.0, *(slopes * np.diff(knots))]).tolist()

@@ -15,7 +15,7 @@ from sim.request import Batch, Request
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 129, 160, 192, 256)
 FARTHER = (257, 384, 512, 513, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
-CONTEXTS = (1 / 32, 1 / 8, 1 / 4, 1 / 2, 0.9)  # of the longest a request may be
+CONTEXTS = (1 / 32, 1 / 8, 1 / 4, 1 / 2, 2 / 3)  # of the longest a request may be; spread to half as much again
 ENDLESS = 1 << 40  # output tokens of a request that only stands for its context
 
 
@@ -53,12 +53,13 @@ def grid(limits: Limits) -> list[Point]:
     contexts = sorted({max(2, int(share * limits.model_tokens)) for share in CONTEXTS})
     starts = [0, *(limits.model_tokens // part for part in (4, 2))]
     points = [Point(chunks=((start, size),)) for size in sizes for start in (starts if size <= 256 else starts[:2])]
-    batches = [size for size in SIZES if size <= limits.sequences]
-    points += [Point(size, context) for size in batches for context in contexts]
-    for size in {1, 4, 16, limits.sequences // 2, limits.sequences} & set(range(1, limits.sequences + 1)):
+    batches = sorted({*SIZES, limits.sequences} & set(range(1, limits.sequences + 1)))
+    room = [max(2, limits.cache_tokens * 2 // (3 * size)) for size in batches]  # KV tokens each, if they fill the cache
+    points += [Point(size, min(context, most)) for size, most in zip(batches, room, strict=True) for context in contexts]
+    for size in sorted({1, 4, 16, limits.sequences // 2, limits.sequences - 1} & set(range(1, limits.sequences))):
+        context = min(contexts[len(contexts) // 2], max(2, limits.cache_tokens // (3 * size)))
         for tokens in (1, 16, 64, 128, 256, limits.batch_tokens - size):
-            for start in starts[:2]:
-                points.append(Point(size, contexts[len(contexts) // 2], ((start, tokens),)))
+            points += [Point(size, context, ((start, tokens),)) for start in starts[:2]]
     for count in (2, 4, 8):
         points += [Point(chunks=((0, tokens),) * count) for tokens in (8, 32, 128)]
         points.append(Point(4, contexts[1], ((0, 16),) * count))

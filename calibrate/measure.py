@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from calibrate.grid import Limits, Point, batch
 from calibrate.rows import Row, row
+from sim.errors import BadInput
 from sim.executor import Executor
 from sim.request import Request
 from sim.simulate import Plan
@@ -45,16 +47,17 @@ def measure(
 
     `kept` is a file that grows with every row and from which an interrupted measurement goes on; remove it when done.
     """
-    rows = _resume(kept)
-    start = time.monotonic()
+    if not points:
+        raise BadInput("no batch fits into the KV blocks", key="[engine] num_blocks")
+    rows = _resume(kept, points, seed)
+    start, warm = time.monotonic(), False
     finished, total = len(rows) // len(points), len(points)
     while finished < FEWEST_ROUNDS or time.monotonic() - start < seconds:
         rng = np.random.default_rng((seed, finished))
-        if finished == 0 and not rows:
-            for point in points:  # caches, allocators and kernels warm up on every shape
-                _once(executor, point, block_tokens, rng)
-        order = rng.permutation(total)
-        clock = clock_mhz()
+        order = rng.permutation(total)  # drawn first: a measurement that goes on draws the same
+        for point in [] if warm else points:  # caches, allocators and kernels warm up on every shape
+            _once(executor, point, block_tokens, np.random.default_rng(seed))
+        warm, clock = True, clock_mhz()
         for index in order[len(rows) - finished * total :].tolist():
             one = _once(executor, points[index], block_tokens, rng) | {"round": finished, "clock_mhz": clock}
             rows.append(one)
@@ -69,7 +72,8 @@ def limits_of(plan: Plan) -> Limits:
     """How far the batches of a scenario can go, under any policy."""
     limits = plan.deployment.limits
     longest = max(limits.max_batch_tokens, limits.token_budget) if limits.max_batch_tokens else limits.max_model_tokens
-    return Limits(longest, limits.max_sequences, limits.max_model_tokens, limits.num_blocks * limits.block_tokens // 2)
+    sequences = max(1, min(limits.max_sequences, limits.num_blocks // 2))  # the last block of each may be almost empty
+    return Limits(longest, sequences, limits.max_model_tokens, limits.num_blocks * limits.block_tokens // 2)
 
 
 def _once(executor: Measurable, point: Point, block_tokens: int, rng: np.random.Generator) -> Row:
@@ -83,17 +87,43 @@ def _once(executor: Measurable, point: Point, block_tokens: int, rng: np.random.
     return row(made) | {"seconds": sum(step.seconds), "host": step.host}
 
 
-def _resume(kept: Path | None) -> list[Row]:
+def _resume(kept: Path | None, points: Sequence[Point], seed: int) -> list[Row]:
+    """The rows that an interrupted measurement left. BadInput where they are of other points."""
     if kept is None or not kept.is_file():
         return []
-    lines = kept.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may have been cut off
+    try:
+        whole = kept.read_bytes().rpartition(b"\n")[0]  # the last line may have been cut off
+        rows: list[Row] = [json.loads(line) for line in whole.splitlines()]
+        same = all(_is_of(one, points[index]) for one, index in zip(rows, _orders(len(points), seed), strict=False))
+    except (ValueError, TypeError, KeyError):
+        same = False
+    if not same:
+        raise BadInput("left by another measurement; --fresh forgets it", source=str(kept))
+    with kept.open("r+b") as file:
+        file.truncate(len(whole) + 1 if rows else 0)
+    return rows
+
+
+def _orders(total: int, seed: int) -> Iterator[int]:
+    """The points of all rounds, in the order they are measured."""
+    for number in count():
+        yield from np.random.default_rng((seed, number)).permutation(total).tolist()
+
+
+def _is_of(one: Row, point: Point) -> bool:
+    """Whether a row was measured at a point."""
+    ends = sum(start + tokens for start, tokens in point.chunks)
+    found = (one["decodes"], one["chunks"], one["decodes"] + one["prefill_tokens"], one["prefill_context"])
+    return found == (point.decodes, len(point.chunks), point.tokens, ends)
 
 
 def _append(kept: Path | None, one: Row) -> None:
     if kept is not None:
-        with kept.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(one) + "\n")
+        try:
+            with kept.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(one) + "\n")
+        except OSError as error:
+            raise BadInput((error.strerror or str(error)).lower(), source=str(kept)) from None
 
 
 def interleaved(executor: Measurable, points: Sequence[Point], block_tokens: int, seed: int = 0) -> Iterator[Row]:

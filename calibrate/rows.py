@@ -33,6 +33,7 @@ COLUMNS = {
     "clock_mhz": float,
 }
 REQUIRED = (*tuple(COLUMNS)[:6], "seconds")
+SHORTEST, LONGEST, MOST = 1e-9, 1e9, 1e15  # seconds of an iteration, and anything else in a row
 Row = dict[str, float]
 Floats = npt.NDArray[np.float64]
 
@@ -77,8 +78,22 @@ def row(batch: Batch) -> Row:
     }
 
 
+def check_writable(path: Path) -> None:
+    """BadInput where `save` could not write: before the work is done and not after."""
+    if path.suffix not in (".parquet", ".jsonl"):
+        raise BadInput("the file's name must end in .parquet or .jsonl", source=str(path))
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise BadInput("is a directory" if path.is_dir() else "no such directory", source=str(path))
+    if path.suffix == ".parquet":
+        try:
+            import polars  # noqa: F401
+        except ModuleNotFoundError:
+            raise BadInput("parquet needs polars, which is not here: name the file *.jsonl", source=str(path)) from None
+
+
 def save(rows: Rows, path: Path) -> None:
     """Write a table, whole or not at all: parquet, or JSON lines where the name ends in .jsonl."""
+    check_writable(path)
     aside = path.with_name(path.name + ".writing")
     try:
         if path.suffix == ".jsonl":
@@ -93,9 +108,8 @@ def save(rows: Rows, path: Path) -> None:
             frame = pl.DataFrame(rows.columns)
             frame.write_parquet(aside, metadata={"provenance": json.dumps(rows.provenance)})
         aside.replace(path)
-    except ModuleNotFoundError:
-        raise BadInput("parquet needs polars, which is not here: name the file *.jsonl", source=str(path)) from None
     except OSError as error:
+        aside.unlink(missing_ok=True)
         raise BadInput((error.strerror or str(error)).lower(), source=str(path)) from None
 
 
@@ -108,11 +122,10 @@ def load(path: Path) -> Rows:
         values = rows.columns.get(name)
         if values is None:
             raise BadInput(f"no such column; needed: {', '.join(REQUIRED)}", source=str(path), key=f"column {name}")
-        bad = np.flatnonzero(~np.isfinite(values) | (values < 0) | ((name == "seconds") & (values == 0)))
+        low, high = (SHORTEST, LONGEST) if name == "seconds" else (0, MOST)
+        bad = np.flatnonzero(~((values >= low) & (values <= high)))
         if len(bad):
-            what = f"{values[bad[0]]:g} must be a finite number, at least 0" + (
-                " and not 0" if name == "seconds" else ""
-            )
+            what = f"{values[bad[0]]:g} must be a number from {low:g} to {high:g}"
             raise BadInput(what, source=str(path), key=f"row {bad[0] + 1}, column {name}")
     if not len(rows):
         raise BadInput("no rows", source=str(path))
@@ -122,11 +135,11 @@ def load(path: Path) -> Rows:
 def _load_lines(path: Path) -> Rows:
     provenance: dict[str, Any] = {}
     listed: list[Row] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             entry = json.loads(line)
             if "provenance" in entry:
-                provenance = entry["provenance"]
+                provenance = dict(entry["provenance"])
             else:
                 listed.append({name: float(value) for name, value in entry.items() if name in COLUMNS})
         except (ValueError, TypeError, AttributeError) as error:
@@ -135,7 +148,10 @@ def _load_lines(path: Path) -> Rows:
 
 
 def _load_frame(path: Path) -> Rows:
-    import polars as pl
+    try:
+        import polars as pl
+    except ModuleNotFoundError:
+        raise BadInput("it needs polars, which is not here; *.jsonl does not", source=str(path)) from None
 
     try:
         frame = pl.read_csv(path) if path.suffix == ".csv" else pl.read_parquet(path)

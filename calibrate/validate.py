@@ -17,6 +17,7 @@ from calibrate.fit import fit
 from calibrate.grid import Limits, Point, grid
 from calibrate.measure import Measurable, interleaved
 from calibrate.rows import Row, Rows, row
+from sim.errors import BadInput
 from sim.executor import Executor, Step
 from sim.profile import Profile, ProfileLatency
 from sim.report import Report
@@ -167,6 +168,8 @@ def validate(
     planned = plan(scenario)
     points = grid(reach(planned))
     anchors = None if anchor is None else interleaved(anchor, points, planned.deployment.limits.block_tokens)
+    if not points:
+        raise scenario.blame(BadInput("no batch fits into the KV blocks", key="[engine] num_blocks"))
     warm = interleaved(executor, points, planned.deployment.limits.block_tokens)
     for _ in range(WARM_UP):  # the first iterations of a process are slow: caches, allocators, kernels
         next(warm)
@@ -177,6 +180,8 @@ def validate(
         runs.append((simulate(scenario, engine=lambda _, beside=beside: lambda: beside), beside))  # type: ignore[misc]
         if progress:
             progress(number + 1, 3)
+    if not all(beside.rows for _, beside in runs):
+        raise scenario.blame(BadInput("no iteration was run: there is nothing to compare", key="[workload]"))
     simulated = simulate(scenario)
     (measured, first), (again, second) = runs
     profile = None if anchors is None else _profile_of([*first.anchored, *second.anchored], anchors, points, planned)
@@ -191,8 +196,9 @@ def reach(planned: Plan) -> Limits:
     limits = planned.deployment.limits
     chunked = limits.policy in ("stall-free", "alternating")
     tokens = limits.token_budget if chunked else limits.max_model_tokens
-    tokens = max(tokens, limits.max_sequences)
-    return Limits(tokens, limits.max_sequences, limits.max_model_tokens, limits.num_blocks * limits.block_tokens // 4)
+    sequences = max(1, min(limits.max_sequences, limits.num_blocks // 2))  # the last block of each may be almost empty
+    cache = limits.num_blocks * limits.block_tokens // 4
+    return Limits(max(tokens, limits.max_sequences), sequences, limits.max_model_tokens, cache)
 
 
 def _profile_of(rows: list[Row], anchors: Iterator[Row], points: list[Point], planned: Plan) -> Profile:
@@ -242,4 +248,4 @@ def worst(attempt: Validation) -> float:
     """How far an attempt is off: the largest of its median TBT, P99 TBT and median TTFT errors."""
     key = "error_anchored" if attempt.anchored is not None else "error"
     errors = [one[key] for one in attempt.metrics() if one["metric"] in ("tbt_p50", "tbt_p99", "ttft_p50")]
-    return max(abs(float(error)) for error in errors if error is not None)
+    return max((abs(float(error)) for error in errors if error is not None), default=0.0)

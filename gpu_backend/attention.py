@@ -45,7 +45,7 @@ class TorchAttention:
 
     def plan(self, layout: Layout) -> None:
         """Remember a batch, and which places of its last pages are empty."""
-        self.layout = layout
+        self.layout = layout = layout.on(layout.write_pages.device)
         places = torch.arange(self.page_tokens, device=layout.page_room.device)
         empty = places >= layout.page_room[:, None]
         self.hidden = empty[:, None, None, :]

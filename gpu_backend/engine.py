@@ -10,18 +10,20 @@ from gpu_backend import weights
 from gpu_backend.attention import Attention, TorchAttention
 from gpu_backend.cache import PageTable, storage
 from gpu_backend.executor import TorchExecutor
+from gpu_backend.flashinfer_attention import FlashInferAttention, HeadShape
+from gpu_backend.graphs import DecodeGraphs
+from gpu_backend.layout import lay_out
 from gpu_backend.model import Decoder, check_supported
 from sim.errors import BadInput
-from sim.executor import Executor
 from sim.hardware import Dtype, Model
 from sim.schema import TorchTable
 from sim.simulate import Plan
 
+WARM_UP_TOKENS = 256
 ON_GPU: dict[Dtype, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-WARM_UP_TOKENS = (1, 8, 64, 256)
 
 
-def executor(plan: Plan) -> Callable[[], Executor]:
+def executor(plan: Plan) -> Callable[[], TorchExecutor]:
     """What makes the engine of a plan. BadInput for what this machine or this engine cannot do."""
     scenario = plan.scenario
     parallel = scenario.deployment
@@ -40,6 +42,10 @@ def executor(plan: Plan) -> Callable[[], Executor]:
     check_supported(plan.model)
     model, table = plan.model, scenario.torch
     device = find_device(table)
+    dtype = dtype_on(device, model.dtype)
+    if device.type != "cpu" and model.kv_dtype != model.dtype:
+        what = f"the engine keeps KV in the weights' {model.dtype}, not in {model.kv_dtype}"
+        raise BadInput(what, key="[model] kv_dtype")
     blocks, block_tokens = plan.deployment.limits.num_blocks, plan.deployment.limits.block_tokens
     return lambda: build(
         model,
@@ -48,7 +54,7 @@ def executor(plan: Plan) -> Callable[[], Executor]:
         page_tokens=block_tokens,
         positions=plan.deployment.limits.max_model_tokens,
         device=device,
-        dtype=dtype_on(device, model.dtype),
+        dtype=dtype,
         folder=scenario.directory,
     )
 
@@ -81,7 +87,10 @@ def build(
     folder: object = None,
     keep_answers: bool = False,
 ) -> TorchExecutor:
-    """An executor with its weights and its cache in place, and warm."""
+    """An executor with its weights and its cache in place, and warm.
+
+    On CUDA there is a page more than the scheduler counts, the last: rows that fill up a graph write to it.
+    """
     from pathlib import Path
 
     torch.set_num_threads(table.threads)
@@ -90,8 +99,9 @@ def build(
             loaded = weights.random(model, dtype, device, table.seed)
         else:
             loaded = weights.from_folder(model, Path(str(folder)) / table.weights, dtype, device)
-        cache = storage(model.layers, pages, page_tokens, model.kv_heads, model.head_dim, dtype, device)
+        cache = _cache(model, pages, page_tokens, dtype, device)
         decoder = Decoder(model, loaded, cache, min(positions, pages * page_tokens))
+        return _assembled(decoder, table, PageTable(pages, page_tokens), table.seed, keep_answers)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         needed = (
             model.parameters + pages * page_tokens * 2 * model.kv_heads * model.head_dim * model.layers
@@ -100,17 +110,68 @@ def build(
             f"weights and {pages} KV blocks need {needed / 1e9:.1f} GB on {device.type}: {str(error).splitlines()[0]}"
         )
         raise BadInput(what, key="[engine] num_blocks") from None
-    return TorchExecutor(
-        decoder,
-        attention_on(device, table, model, page_tokens),
-        PageTable(pages, page_tokens),
-        seed=table.seed,
-        keep_answers=keep_answers,
-    )
 
 
-def attention_on(device: torch.device, table: TorchTable, model: Model, page_tokens: int) -> Attention:
-    """FlashInfer on a GPU, plain torch elsewhere, unless [torch] attention says otherwise."""
-    if table.attention == "torch" or (table.attention == "auto" and device.type == "cpu"):
+def twin(one: TorchExecutor, table: TorchTable, pages: int) -> TorchExecutor:
+    """An executor of the same weights with a cache and requests of its own: for calibration beside a run."""
+    decoder, page_tokens = one.decoder, one.pages.page_tokens
+    model, like = decoder.model, decoder.weights.embedding
+    cache = _cache(model, pages, page_tokens, like.dtype, like.device)
+    beside = Decoder(model, decoder.weights, cache, len(decoder.cos))
+    return _assembled(beside, table, PageTable(pages, page_tokens), one.seed)
+
+
+def attention_on(
+    device: torch.device, table: TorchTable, model: Model, page_tokens: int, dtype: torch.dtype = torch.float32
+) -> Attention:
+    """FlashInfer on a GPU, plain torch elsewhere, unless [torch] attention says otherwise.
+
+    "auto" takes plain torch for what FlashInfer has no kernel for, but not where FlashInfer is merely missing: that
+    would measure another engine than the one asked about. BadInput then.
+    """
+    shape = HeadShape(model.heads, model.kv_heads, model.head_dim, page_tokens, dtype)
+    unsuited = device.type == "cpu" or shape.lacking is not None
+    if table.attention == "torch" or (table.attention == "auto" and unsuited):
         return TorchAttention(model.heads, model.kv_heads, model.head_dim, page_tokens)
-    raise BadInput("FlashInfer needs a CUDA device", key="[torch] attention")
+    if device.type == "cpu":
+        raise BadInput("FlashInfer needs a CUDA device", key="[torch] attention")
+    return FlashInferAttention(shape, device)
+
+
+def _cache(model: Model, pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """The KV cache; on CUDA with a spare page, the last."""
+    stored = pages + 1 if device.type == "cuda" else pages
+    return storage(model.layers, stored, page_tokens, model.kv_heads, model.head_dim, dtype, device)
+
+
+def _assembled(
+    decoder: Decoder, table: TorchTable, pages: PageTable, seed: int, keep_answers: bool = False
+) -> TorchExecutor:
+    """The executor around a decoder; on CUDA warm, and with graphs where FlashInfer attends."""
+    like, graphs = decoder.weights.embedding, None
+    attention = attention_on(like.device, table, decoder.model, pages.page_tokens, like.dtype)
+    if like.device.type == "cuda":
+        _warm_up(decoder, attention, pages.page_tokens)
+    if isinstance(attention, FlashInferAttention):
+        graphs = DecodeGraphs(decoder, attention, spare=pages.total)
+    return TorchExecutor(decoder, attention, pages, graphs=graphs, seed=seed, keep_answers=keep_answers)
+
+
+def _warm_up(decoder: Decoder, attention: Attention, page_tokens: int) -> None:
+    """Run a chunk and some decodes in pages that are still free: kernels are loaded here, not in the first batch."""
+    device = decoder.weights.embedding.device
+    tokens = min(WARM_UP_TOKENS, len(decoder.cos))
+    held = list(range(-(-tokens // page_tokens)))
+    chunk = lay_out([], [(0, tokens, held)], page_tokens, device)
+    decodes = lay_out([(1, [0])] * tokens, [], page_tokens, device)
+    rows = torch.arange(tokens, device=device)
+    try:
+        for layout in (chunk, decodes):
+            attention.plan(layout)
+            decoder.forward(torch.zeros_like(rows), torch.zeros_like(rows), rows[-1:], attention)
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        what = f"its kernels cannot be built or run (see python -m gpu_backend.kernels): {str(error).splitlines()[0]}"
+        raise BadInput(what, key="[torch] attention") from error

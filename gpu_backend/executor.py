@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,8 +14,12 @@ from gpu_backend.attention import Attention
 from gpu_backend.cache import PageTable
 from gpu_backend.layout import Layout, lay_out
 from gpu_backend.model import Decoder
+from gpu_backend.staging import DeviceTimer, Staging
+from sim.errors import BadInput
 from sim.executor import Step
 from sim.request import Batch, Request
+
+HOST = torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -37,12 +42,23 @@ class _Rows:
     samplers: list[_Known] = field(default_factory=list)
 
 
+class Graphs(Protocol):
+    """Decode batches that were captured: `gpu_backend.graphs.DecodeGraphs`."""
+
+    def prepare(self, decodes: int) -> None: ...
+
+    def ready(
+        self, tokens: Sequence[int], positions: Sequence[int], layout: Layout
+    ) -> Callable[[], torch.Tensor] | None: ...
+
+
 class TorchExecutor:
     """Executes batches for real, and returns what they took.
 
     The scheduler owns requests and counts blocks; the engine only follows. It learns that a request is done or was
     preempted by looking at it before the next batch, and gives its pages back then. `answers` keeps the emitted tokens
     of finished requests where `keep_answers` is set. Prompts are random tokens, from the seed and the request's id.
+    `device_seconds` is what a GPU needed for the last batch's kernels, by its own clock; None on a CPU.
     """
 
     def __init__(
@@ -51,6 +67,7 @@ class TorchExecutor:
         attention: Attention,
         pages: PageTable,
         *,
+        graphs: Graphs | None = None,
         seed: int = 0,
         keep_answers: bool = False,
         clock: Callable[[], float] = time.perf_counter,
@@ -58,29 +75,44 @@ class TorchExecutor:
         self.decoder = decoder
         self.attention = attention
         self.pages = pages
+        self.graphs = graphs
         self.seed = seed
         self.keep_answers = keep_answers
         self.clock = clock
         self.device = decoder.weights.embedding.device
+        self.staging = Staging(self.device)
+        self.timer = DeviceTimer(self.device)
+        self.device_seconds: float | None = None
         self.known: dict[int, _Known] = {}
         self.answers: dict[int, list[int]] = {}
 
     def execute(self, batch: Batch) -> Step:
-        """Seconds of the whole iteration as the host sees them, and how many of them it spent before the device ran."""
+        """Seconds of the whole iteration as the host sees them, and how many of them it spent before the device ran.
+
+        Capturing a graph happens once and is not counted. BadInput where a batch does not fit into the memory left.
+        """
+        if self.graphs is not None and not batch.chunks:
+            self.graphs.prepare(batch.decodes)
         start = self.clock()
         self._let_go()
         rows = self._rows(batch)
         assert self.pages.used <= batch.blocks_used, "the engine holds more pages than the scheduler counted blocks"
-        self.attention.plan(rows.layout)
-        tokens, positions, sampled = (self._tensor(values) for values in (rows.tokens, rows.positions, rows.sampled))
+        run = self._ready(rows)
         launched = self.clock()
-        logits = self.decoder.forward(tokens, positions, sampled, self.attention)
-        chosen = logits.argmax(dim=-1).tolist()  # waits for the device, unless there is nothing to fetch
+        self.timer.start()
+        try:
+            answer = run()
+        except torch.OutOfMemoryError as error:
+            what = f"a batch of {batch.tokens} tokens does not fit beside the KV blocks: {str(error).splitlines()[0]}"
+            raise BadInput(what, key="[engine] num_blocks") from None
+        self.timer.stop()
+        chosen = answer.tolist()  # waits for the device, unless there is nothing to fetch
         if not chosen and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for known, token in zip(rows.samplers, chosen, strict=True):
             known.tokens.append(token)
         end = self.clock()
+        self.device_seconds = self.timer.seconds()
         return Step((end - start,), host=launched - start)
 
     def spent(self) -> None:
@@ -93,6 +125,17 @@ class TorchExecutor:
     def finish(self) -> None:
         """The run is over: keep what was said, forget the rest."""
         self._let_go()
+
+    def pretend(self, request: Request, tokens: int) -> None:
+        """Take the KV of a request's first `tokens` tokens for computed, whatever the pages hold (calibration)."""
+        self.known[request.id] = _Known(request, [0] * tokens, request.preemptions)
+        self.pages.cover(request.id, tokens)
+
+    def forget(self) -> None:
+        """Let go of every request."""
+        for id in self.known:
+            self.pages.release(id)
+        self.known.clear()
 
     def _let_go(self) -> None:
         """Take the pages of requests that are done, or that lost their blocks, since the last batch."""
@@ -129,8 +172,19 @@ class TorchExecutor:
             if end == len(known.tokens):
                 rows.sampled.append(len(rows.tokens) - 1)
                 rows.samplers.append(known)
-        rows.layout = lay_out(decodes, chunks, self.pages.page_tokens, self.device)
+        rows.layout = lay_out(decodes, chunks, self.pages.page_tokens, HOST)
         return rows
+
+    def _ready(self, rows: _Rows) -> Callable[[], torch.Tensor]:
+        """What computes the next tokens, [samplers], of rows that are planned: a graph where there is one."""
+        layout = rows.layout
+        if self.graphs is not None and (replay := self.graphs.ready(rows.tokens, rows.positions, layout)) is not None:
+            return replay
+        tokens, positions, sampled, pages, offsets = self.staging.load(
+            rows.tokens, rows.positions, rows.sampled, layout.write_pages, layout.write_offsets
+        )
+        self.attention.plan(replace(layout, write_pages=pages, write_offsets=offsets))
+        return lambda: self.decoder.forward(tokens, positions, sampled, self.attention).argmax(dim=-1)
 
     def _meet(self, request: Request) -> _Known:
         """What is known of a request, its prompt made up when it is first seen."""
@@ -139,6 +193,3 @@ class TorchExecutor:
             prompt = draw.integers(self.decoder.model.vocab, size=request.prompt).tolist()
             self.known[request.id] = _Known(request, prompt, request.preemptions)
         return self.known[request.id]
-
-    def _tensor(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -40,12 +40,14 @@ def from_folder(model: Model, folder: Path, dtype: torch.dtype, device: torch.de
         raise BadInput("weights need the package safetensors: pip install safetensors", key="[torch] weights") from None
     places = _places(folder)
     files: dict[Path, Any] = {}
+    used: set[str] = set()
 
     def load(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name == "lm_head.weight" and name not in places:
             raise BadInput(f"no tensor {name!r}; tie_word_embeddings is false", source=str(folder))
         if name not in places:
             raise BadInput(f"no tensor {name!r}", source=str(folder))
+        used.add(name)
         path = places[name]
         try:
             if path not in files:
@@ -61,7 +63,11 @@ def from_folder(model: Model, folder: Path, dtype: torch.dtype, device: torch.de
             raise BadInput(what, source=str(path))
         return tensor.to(device=device, dtype=dtype)
 
-    return _assemble(model, load)
+    loaded = _assemble(model, load)
+    others = (name for name in sorted(places) if name.startswith("model.layers.") and not name.endswith(".inv_freq"))
+    if unused := next((name for name in others if name not in used), None):
+        raise BadInput(f"tensor {unused!r} has no place in {model.name}", source=str(places[unused]))
+    return loaded
 
 
 def _assemble(model: Model, load: Load) -> Weights:
@@ -116,7 +122,7 @@ def _places(folder: Path) -> dict[str, Path]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """A part of the folder; an index may not point elsewhere. (A link may: Hugging Face's own cache is made of them.)"""
+    """A part of the folder; an index may not point elsewhere. (A link may: Hugging Face's cache is made of them.)"""
     if name != Path(name).name:
         raise ValueError(f"{name!r} is not in the folder")
     return folder / name

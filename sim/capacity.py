@@ -88,7 +88,8 @@ def capacity(
         if progress:
             progress(done, total)
     others: dict[str, list[Search]] = {policy: [] for policy in policies}
-    tasks = [(policy, offset, firsts[policy].rate) for policy in policies for offset in range(1, seeds)]
+    near = {policy: first.rate if first.limited_by else None for policy, first in firsts.items()}
+    tasks = [(policy, offset, near[policy]) for policy in policies for offset in range(1, seeds)]
     for search in _searches(scenario, tasks, tolerance, workers):
         others[search.policy].append(search)
         done += 1

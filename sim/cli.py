@@ -36,6 +36,7 @@ app = App(
     name="servecast",
     help="Forecasts LLM serving: capacity, scheduling policy, token budget and cost, without a GPU.",
     version=_version,
+    suppress_keyboard_interrupt=False,  # sim.__main__ says it in a line
 )
 
 

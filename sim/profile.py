@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from sim.errors import BadInput, unknown
+from sim.errors import BadInput, shown, unknown
 from sim.executor import Step
 from sim.request import Batch
 from sim.settings import describe
@@ -172,7 +172,10 @@ def shipped() -> dict[str, Path]:
 def load(name: str, directory: Path) -> Profile:
     """The profile of that name: shipped, or a file relative to `directory` or the current one. BadInput for others."""
     known = shipped()
-    path = known.get(name) or next((base / name for base in (directory, Path()) if (base / name).is_file()), None)
+    try:
+        path = known.get(name) or next((base / name for base in (directory, Path()) if (base / name).is_file()), None)
+    except OSError as error:  # a name that no file can have, or a folder that may not be read
+        raise BadInput(f"{shown(name)}: {(error.strerror or str(error)).lower()}", key="[latency] name") from None
     if path is None:
         what = f"{unknown('profile', name, known)}, nor is there such a file" if known else f"no such file: {name}"
         raise BadInput(what, key="[latency] name")
@@ -183,5 +186,5 @@ def load(name: str, directory: Path) -> Profile:
     except ValidationError as error:
         key, what = describe(error, data)
         raise BadInput(what, source=str(path), key=key) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"not a profile: {error}", source=str(path)) from None

@@ -75,6 +75,9 @@ class Record:
 
     def committed(self, replica: int, batch: Batch) -> None:
         """A batch emitted its tokens."""
+        for chunk in batch.chunks:
+            if chunk.request.first_token is not None:
+                self.first_token[chunk.request.id] = chunk.request.first_token
         self.iterations += 1
         self.last_commit = batch.end
         self.busy += sum(batch.seconds)
@@ -115,5 +118,3 @@ class Record:
         self.output[id] = request.emitted
         self.preemptions[id] = request.preemptions
         self.longest_gap[id] = request.longest_gap
-        if request.first_token is not None:
-            self.first_token[id] = request.first_token

@@ -20,9 +20,9 @@ from sim.settings import Setting, apply, describe
 from sim.table import Table, one_of
 from sim.workload import WorkloadTable
 
-PATHS = ("path", "hf_config")  # keys that name files
+PATHS = ("path", "hf_config", "weights")  # keys that name files
 LARGEST_FILE = 1 << 17  # bytes; a scenario is a page of text
-LONGEST_LINE = 4096  # characters; the time that tomllib takes grows with the square of a dotted key
+LONGEST_LINE = 8192  # characters; the time that tomllib takes grows with the square of a dotted key
 PolicyName = Annotated[str, one_of("policy", POLICIES)]
 
 
@@ -120,11 +120,10 @@ class Scenario(Table):
         for engine in (data["engine"], *data.get("policy", {}).values()):
             if self.engine.max_batch_tokens is None and "max_model_tokens" in engine:
                 engine.setdefault("max_batch_tokens", engine["max_model_tokens"])
-        for table in (data["workload"]["arrivals"], data["workload"]["lengths"]):
-            if "path" in table:
-                table["path"] = str((self._directory / table["path"]).resolve())
-        if "hf_config" in data.get("model", {}):
-            data["model"]["hf_config"] = str((self._directory / data["model"]["hf_config"]).resolve())
+        for table in (data["workload"]["arrivals"], data["workload"]["lengths"], data.get("model", {}), data["torch"]):
+            for key in PATHS:
+                if key in table:
+                    table[key] = str((self._directory / table[key]).resolve())
         return tomli_w.dumps(data)
 
     def blame(self, error: BadInput) -> BadInput:

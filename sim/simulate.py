@@ -81,21 +81,20 @@ def simulate(
     _check_together(planned.scenario, work)
     metrics = scenario.metrics
     try:
-        executor = engine(planned) if engine is not None else planned.executor
-    except BadInput as error:
+        record = serve(
+            work,
+            planned.deployment,
+            engine(planned) if engine is not None else planned.executor,
+            routing=np.random.default_rng(streams(scenario.workload.seed).routing),
+            time_limit=planned.scenario.engine.time_limit,
+            warmup=metrics.warmup,
+            drain=metrics.drain,
+            keep_steps=keep_steps,
+            wall_clock=wall_clock,
+            watch=watch,
+        )
+    except BadInput as error:  # an engine that cannot be made
         raise scenario.blame(error) from None
-    record = serve(
-        work,
-        planned.deployment,
-        executor,
-        routing=np.random.default_rng(streams(scenario.workload.seed).routing),
-        time_limit=planned.scenario.engine.time_limit,
-        warmup=metrics.warmup,
-        drain=metrics.drain,
-        keep_steps=keep_steps,
-        wall_clock=wall_clock,
-        watch=watch,
-    )
     return Report(planned, work, record, measured=engine is not None)
 
 

@@ -7,7 +7,6 @@ Where a test needs the same batches twice, the engine computes them for real but
 from __future__ import annotations
 
 import ast
-import gc
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -252,9 +251,8 @@ def test_seeds_change_prompts_and_weights(expected: Answers) -> None:
         assert all(answers[id] != expected[id] for id in expected if len(expected[id]) > 5)
 
 
-def test_random_weights_from_the_scenario_say_what_the_dense_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_weights_from_the_scenario_say_what_the_dense_model_says() -> None:
     """The way a run takes: engine.build, in float64 where the tokens are to be exact."""
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     made = engine.build(
         GQA,
         TorchTable(seed=3),
@@ -660,7 +658,7 @@ def test_flashinfer_where_there_is_no_gpu() -> None:
 
 
 def test_dtypes_of_a_gpu_and_of_a_cpu() -> None:
-    """A GPU runs 16-bit weights; a CPU computes in float32 whatever the scenario says, and says so in its docs."""
+    """A GPU runs 16-bit weights; a CPU computes in float32 whatever the scenario says."""
     gpu: Any = SimpleNamespace(type="cuda")
     assert engine.dtype_on(gpu, "float16") is torch.float16
     assert engine.dtype_on(gpu, "bfloat16") is torch.bfloat16
@@ -700,5 +698,3 @@ def test_an_engine_of_a_scenario_runs_it() -> None:
     )
     assert list(record.output) == [3, 3, 3]
     assert record.ended > 0
-    del made
-    gc.collect()

@@ -125,6 +125,38 @@ WORDS = [
 ]
 
 
+CHOICES: Tables = {
+    "policy": ["stall-free", "prefill-first", "orca", "decode-first", "alternating"],
+    "router": ["round-robin", "least-loaded", "power-of-two", "sticky"],
+    "too_long": ["drop", "clip", "error"],
+    "dtype": ["float16", "fp8", "int4"],
+    "arrivals": [
+        {"kind": "at-once"},
+        {"kind": "closed", "concurrency": 5},
+        {"kind": "gamma", "rate": 20.0, "cv": 4.0},
+        {"kind": "trace", "path": "t.csv", "repeat": True},
+        {"kind": "trace", "path": "t.csv", "rate": 3.0, "shuffle": True},
+    ],
+    "lengths": [
+        {"kind": "trace", "path": "t.csv", "repeat": True},
+        {"kind": "zipf", "min_tokens": 2, "max_tokens": 300, "theta": 1.0},
+        {
+            "kind": "lognormal",
+            "prompt": {"median": 9, "p90": 90, "max": 300},
+            "output": {"median": 2, "p90": 9, "max": 30},
+        },
+    ],
+    "slo": [
+        {"ttft": 0.5, "tbt_max": 0.05, "attainment": 0.9},
+        {"tbt_p99": 0.1, "first_token_gap": True},
+        {"scheduling_delay_p50": 1e-9},
+        {"e2e_p999": 1e9},
+    ],
+}
+FACTORS = [1e-30, 1e-6, 0.01, 0.5, 1.0, 2.0, 100.0, 1e6, 1e30]
+ACTIONS = ["plausible"] * 16 + ["odd"] * 3 + ["number", "real", "text", "drop", "name", "add", "copy", "wrap"]
+
+
 def places(value: Any, here: Place = ()) -> list[Place]:
     """Every table, array and leaf but the whole."""
     inner: list[tuple[Any, Any]] = []
@@ -142,14 +174,27 @@ def at(tables: Tables, place: Place) -> Any:
     return value
 
 
+def plausible(draw: st.DrawFn, key: Any, value: Any) -> Any:
+    """Another value of the same kind."""
+    if key in CHOICES:
+        return copy.deepcopy(draw(st.sampled_from(CHOICES[key])))
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return draw(st.sampled_from([1, 2, 3, 5, 16, 100, 1000, value * 2, value * 1000, 2**31, 2**53]))
+    if isinstance(value, float):
+        return draw(st.sampled_from([value * factor for factor in FACTORS] + FACTORS))
+    return value
+
+
 def mutate(draw: st.DrawFn, tables: Tables) -> None:
     """One change, in place."""
     place = draw(st.sampled_from(places(tables) or [("x",)]))
     table, key = at(tables, place[:-1]), place[-1]
-    action = draw(
-        st.sampled_from(["odd", "odd", "odd", "number", "real", "text", "drop", "name", "add", "copy", "wrap"])
-    )
-    if action == "odd":
+    action = draw(st.sampled_from(ACTIONS))
+    if action == "plausible":
+        table[key] = plausible(draw, key, table[key])
+    elif action == "odd":
         table[key] = copy.deepcopy(draw(st.sampled_from(ODD)))
     elif action == "number":
         table[key] = draw(st.integers(-10, 5000))
@@ -260,7 +305,7 @@ def fuzz(examples: int) -> settings:
 @given(scenarios(), st.sampled_from(["run", "run", "run", "check", "compare"]))
 def test_any_tables_are_answered(tables: Tables, command: str) -> None:
     Path("s.toml").write_bytes(tomli_w.dumps(tables).encode())
-    answers(command, "s.toml", "--json")
+    answers(command, "s.toml", "--json", "--out", "kept")
 
 
 @fuzz(40)
