@@ -26,7 +26,7 @@ ROUNDS = 8
 FOLDS = 5
 RESAMPLES = 60
 INDEPENDENT = 1e-4  # of its length that a term's column must have beside all others for the data to tell it
-FAR = 1.25  # times the last usual place: where a larger batch is a place of its own
+FAR = 1.25  # times the last place but one is where the last may be
 NEEDS = {  # the most particular first: of terms that make each other up, that is the one to name
     "prefill_attention": "chunks of different lengths",
     "prefill_context": "chunks with and without prior context",
@@ -77,15 +77,15 @@ def fit(
 
 
 def _knots(rows: Rows) -> list[int]:
-    """Where the linear layers may bend: the usual places that were measured, from the smallest batch to the largest."""
+    """Where the linear layers may bend: the usual places that were measured, from the smallest batch to the largest.
+
+    None just before the largest: its slope goes on, and must not be that of a single tile.
+    """
     tokens = rows["decodes"] + rows["prefill_tokens"]
     measured = set(tokens.astype(int).tolist())
     smallest, largest = min(measured), max(measured)
-    found = [knot for knot in (*KNOTS, *FARTHER) if knot in measured]
-    if 0 < smallest < min(found, default=largest):
-        found.insert(0, smallest)
-    if found and largest > FAR * found[-1]:
-        found.append(largest)
+    usual = {knot for knot in (*KNOTS, *FARTHER) if knot in measured and knot * FAR <= largest}
+    found = sorted({smallest, largest} | usual)
     if len(found) < 2:
         raise BadInput(f"the data cannot tell the term 'tokens': it needs {NEEDS['tokens']}", key="seconds")
     return found

@@ -54,8 +54,8 @@ def grid(limits: Limits) -> list[Point]:
     starts = [0, *(limits.model_tokens // part for part in (4, 2))]
     points = [Point(chunks=((start, size),)) for size in sizes for start in (starts if size <= 256 else starts[:2])]
     batches = sorted({*SIZES, limits.sequences} & set(range(1, limits.sequences + 1)))
-    room = [max(2, limits.cache_tokens * 2 // (3 * size)) for size in batches]  # KV tokens each, if they fill the cache
-    points += [Point(size, min(context, most)) for size, most in zip(batches, room, strict=True) for context in contexts]
+    room = {size: max(2, limits.cache_tokens * 2 // (3 * size)) for size in batches}  # KV tokens each fill the cache
+    points += [Point(size, min(context, most)) for size, most in room.items() for context in contexts]
     for size in sorted({1, 4, 16, limits.sequences // 2, limits.sequences - 1} & set(range(1, limits.sequences))):
         context = min(contexts[len(contexts) // 2], max(2, limits.cache_tokens // (3 * size)))
         for tokens in (1, 16, 64, 128, 256, limits.batch_tokens - size):

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Shape = tuple[int, int]  # of a GEMM's matrix of weights: n, k
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +32,7 @@ class Curve:
         return np.interp(sizes, self.x, self.seconds) * np.maximum(1.0, sizes / self.x[-1])
 
 
-def by_utilisation(sites: Mapping[tuple[int, int], Curve], n: int, k: int) -> Curve:
+def by_corners(sites: Mapping[Shape, Curve], n: int, k: int) -> Curve:
     """A GEMM between measured shapes: FLOP/s interpolated in log n and log k among the nearest corners, by m.
 
     Outside the measured range the nearest site's FLOP/s hold.
@@ -42,11 +43,30 @@ def by_utilisation(sites: Mapping[tuple[int, int], Curve], n: int, k: int) -> Cu
         for at_k, weight_k in _between(sorted({k for _, k in sites}), k)
         if (at_n, at_k) in sites and weight_n * weight_k > 0
     }
-    if not corners:  # the shape's corner of the table is empty
-        corners = {min(sites, key=lambda site: abs(np.log(site[0] / n)) + abs(np.log(site[1] / k))): 1.0}
-    m = np.unique(np.concatenate([sites[site].x for site in corners]))
-    rate = sum((weight * site[0] * site[1] / sites[site].over(m) for site, weight in corners.items()), np.zeros(len(m)))
-    return Curve(m, n * k * sum(corners.values()) / rate)
+    return _weighed(sites, corners or {_nearest(sites, n, k)[0]: 1.0}, n, k)  # no corners: the table's own is empty
+
+
+def by_nearest(sites: Mapping[Shape, Curve], n: int, k: int) -> Curve:
+    """A GEMM between measured shapes: FLOP/s of the four nearest, weighed by 1 / distance² in log n and log k."""
+    return _weighed(sites, {site: 1 / max(_apart(site, n, k), 1e-9) ** 2 for site in _nearest(sites, n, k)[:4]}, n, k)
+
+
+BETWEEN = {"corners": by_corners, "nearest": by_nearest}
+
+
+def _apart(site: Shape, n: int, k: int) -> float:
+    return float(np.hypot(np.log(site[0] / n), np.log(site[1] / k)))
+
+
+def _nearest(sites: Mapping[Shape, Curve], n: int, k: int) -> list[Shape]:
+    return sorted(sites, key=lambda site: (_apart(site, n, k), site))
+
+
+def _weighed(sites: Mapping[Shape, Curve], weights: Mapping[Shape, float], n: int, k: int) -> Curve:
+    """The weighted mean of the sites' FLOP/s at every m that one of them was measured at."""
+    m = np.unique(np.concatenate([sites[site].x for site in weights]))
+    rate = sum((weight * site[0] * site[1] / sites[site].over(m) for site, weight in weights.items()), np.zeros(len(m)))
+    return Curve(m, n * k * sum(weights.values()) / rate)
 
 
 def _between(known: list[int], wanted: int) -> list[tuple[int, float]]:

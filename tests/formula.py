@@ -66,6 +66,12 @@ def truth(one: Row) -> float:
     return seconds + TRUTH["prefill_context"] * one["prefill_context"]
 
 
+def straight(one: Row) -> float:
+    """The same without tiles: as much for each token."""
+    tokens = one["decodes"] + one["prefill_tokens"]
+    return truth(one) - linear(tokens) + 5e-5 * (tokens - 1)
+
+
 class Formula:
     """Executes by a rule, times `slower`, with relative noise and a share of tenfold outliers where they are asked for.
 

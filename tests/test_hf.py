@@ -28,6 +28,7 @@ MISTRAL = LLAMA_2_7B | {
     "intermediate_size": 14336,
     "max_position_embeddings": 32768,
     "num_key_value_heads": 8,
+    "rope_theta": 1_000_000.0,
     "sliding_window": None,
 }
 MIXTRAL = MISTRAL | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -46,6 +47,8 @@ QWEN3_8B = {
     "tie_word_embeddings": False,
     "use_sliding_window": False,
     "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
 }
 QWEN3_MOE = QWEN3_8B | {
     "model_type": "qwen3_moe",
@@ -75,6 +78,8 @@ GPT_OSS_20B = {
     "sliding_window": 128,
     "tie_word_embeddings": False,
     "vocab_size": 201088,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0},
+    "rope_theta": 150_000,
 }
 FALCON_180B = {
     "model_type": "falcon",
@@ -268,3 +273,28 @@ def test_a_path_that_is_no_file(tmp_path: Path) -> None:
         model(ModelTable(hf_config="nowhere.json"), tmp_path)
     with pytest.raises(BadInput, match=r"\[model\] hf_config: .* is a directory; name its config\.json"):
         model(ModelTable(hf_config="."), tmp_path)
+
+
+def test_rotary_positions_of_llama_3(tmp_path: Path) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    found = read(tmp_path, LLAMA_2_7B | {"rope_theta": 500_000.0, "rope_scaling": scaling})
+    listed = model(ModelTable(name="llama-3.1-8b"), tmp_path)
+    assert found.rope_theta == listed.rope_theta == 500_000
+    assert tuple(found.rope_scaling or ()) == tuple(listed.rope_scaling or ()) == (8, 1, 4, 8192)
+    newer = read(tmp_path, LLAMA_2_7B | {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}})
+    assert (newer.rope_theta, newer.rope_kind, newer.rope_scaling) == (500_000, "default", None)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"rope_theta": -1}, "rope_theta"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"rope_scaling": 8}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": 3}}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 0}}, "factor"),
+    ],
+)
+def test_bad_rotary_positions(tmp_path: Path, change: dict[str, Any], key: str) -> None:
+    assert refused(tmp_path, LLAMA_2_7B | change).key == key
