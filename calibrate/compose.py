@@ -17,14 +17,17 @@ with a window attends to no more than the window. GEMMs of the lm_head and the r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
+from calibrate import kernels
+from calibrate.kernels import HALF
 from calibrate.surface import Curve, Mixture
-from calibrate.tables import HALF, Tables
+from calibrate.tables import Tables
 from sim.hardware import Model
 
 Chunks = Sequence[tuple[int, int]]  # (m0, m): tokens computed before, tokens now
+_FOUND: WeakKeyDictionary[Tables, dict[tuple[str, int, str | None], Composition]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +95,17 @@ class Composition:
         }
 
 
-@lru_cache(maxsize=64)
 def composition(tables: Tables, model: Model, tp: int = 1, dtype: str | None = None) -> Composition:
-    """The kernels that `model` needs on one of `tp` devices; `dtype` (of the weights) is the model's by default, or any
-    that the tables name. BadInput where the tables cannot say."""
+    """The kernels that `model` needs on one of `tp` devices, found once; `dtype` (of the weights) is the model's by
+    default, or any that the tables name. BadInput where the tables cannot say."""
+    found, key = _FOUND.setdefault(tables, {}), (repr(model), tp, dtype)
+    if key not in found:
+        found[key] = _compose(tables, model, tp, dtype or model.dtype)
+    return found[key]
+
+
+def _compose(tables: Tables, model: Model, tp: int, dtype: str) -> Composition:
     model.check_parallel(tp, 1)
-    dtype = dtype or model.dtype
     hidden, layers = model.hidden, model.layers
     heads, kv_heads = model.heads // tp, model.kv_heads_per_device(tp)
     inner = heads * model.head_dim
@@ -107,20 +115,20 @@ def composition(tables: Tables, model: Model, tp: int = 1, dtype: str | None = N
     else:
         width = model.intermediate // tp
         shapes += [(dtype, 2 * width if model.gated else width, hidden), (dtype, hidden, width)]
-    linears = [(layers, tables.gemm(*shape)) for shape in shapes]
+    linears = [(layers, kernels.gemm(tables, *shape)) for shape in shapes]
     if model.experts:
-        routed = model.experts, model.experts_per_token, tp
-        linears.append((layers, tables.moe(dtype, hidden, model.intermediate, *routed)))
+        routed = hidden, model.intermediate, model.experts, model.experts_per_token
+        linears.append((layers, kernels.moe(tables, dtype, routed, tp)))
     windows = {0: layers - model.windowed_layers, model.window or 0: model.windowed_layers}
     windows = windows if model.window else {0: layers}
     attentions = []
     for window, count in windows.items():
-        shape = heads, kv_heads, model.head_dim, model.kv_dtype, window
+        attended = (heads, kv_heads), model.head_dim, model.kv_dtype, window
         if count:
-            both = tables.attention("context", *shape), tables.attention("generation", *shape)
+            both = (kernels.attention(tables, phase, *attended) for phase in ("context", "generation"))
             attentions.append(Attention(count, window, *both))
-    reduce = tables.all_reduce(tp) if tp > 1 else None
-    lm_head = tables.gemm(HALF[0], -(-model.vocab // tp), hidden)
+    reduce = kernels.all_reduce(tables, tp) if tp > 1 else None
+    lm_head = kernels.gemm(tables, HALF[0], -(-model.vocab // tp), hidden)
     return Composition(tables, model, tp, tuple(linears), lm_head, tuple(attentions), reduce)
 
 
@@ -129,8 +137,3 @@ def iteration_seconds(
 ) -> float:
     """Seconds of one iteration of `decodes` requests with `context` KV tokens among them, and chunks (m0, m)."""
     return sum(composition(tables, model, tp, dtype).parts(decodes, context, chunks).values())
-
-
-def with_kv(model: Model, kv_dtype: str | None) -> Model:
-    """The model with another dtype of its KV cache."""
-    return model if kv_dtype is None else replace(model, kv_dtype="fp8" if kv_dtype == "fp8" else "bfloat16")

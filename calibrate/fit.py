@@ -26,7 +26,7 @@ ROUNDS = 8
 FOLDS = 5
 RESAMPLES = 60
 INDEPENDENT = 1e-4  # of its length that a term's column must have beside all others for the data to tell it
-FAR = 1.25  # times the last place but one is where the last may be
+FAR = 1.1  # times the last place but one is where the last may be
 NEEDS = {  # the most particular first: of terms that make each other up, that is the one to name
     "prefill_attention": "chunks of different lengths",
     "prefill_context": "chunks with and without prior context",

@@ -66,7 +66,7 @@ def import_rows(
 def limits_of(tables: Tables, model: Model, tp: int) -> Limits:
     """How far the grid goes: what the tables cover, the model's context, and nine tenths of the devices' memory."""
     memory = 0.9 * tables.figures.get("mem_capacity", 0.0)
-    weights = model.stage_weight_bytes(0, 1, tp) if hasattr(model, "stage_weight_bytes") else 0
+    weights = model.stage_weight_bytes(tp, 1, 0)
     fitting = int((memory - weights) / model.kv_bytes_per_token(tp))
     if fitting < FEWEST_CACHE:
         tables.note(f"the memory of {tp} x {tables.system} leaves room for {max(0, fitting):,} KV tokens")
@@ -103,20 +103,22 @@ def _holds(point: Point, limits: Limits) -> bool:
     )
 
 
-def _row(composed: Composition, point: Point, host: Host) -> Row:
-    context = point.decodes * point.context
-    seconds = sum(composed.parts(point.decodes, context, point.chunks).values())
+def facts(point: Point) -> Row:
+    """What a latency model may know of the point's batch, every decode at the mean context."""
     ends = [start + tokens for start, tokens in point.chunks]
-    spent = host.step + host.sequence * (point.decodes + len(ends))
     return {
         "decodes": point.decodes,
-        "context": context,
+        "context": point.decodes * point.context,
         "chunks": len(ends),
         "prefill_tokens": sum(tokens for _, tokens in point.chunks),
         "attention": sum(tokens * (start + tokens / 2) for start, tokens in point.chunks),
         "prefill_context": sum(ends),
         "longest_context": point.context,
         "longest_chunk": max(ends, default=0),
-        "seconds": seconds + spent,
-        "host": spent,
     }
+
+
+def _row(composed: Composition, point: Point, host: Host) -> Row:
+    seconds = sum(composed.parts(point.decodes, point.decodes * point.context, point.chunks).values())
+    spent = host.step + host.sequence * (point.decodes + len(point.chunks))
+    return facts(point) | {"seconds": seconds + spent, "host": spent}

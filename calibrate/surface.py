@@ -29,7 +29,7 @@ class Curve:
 
     def over(self, sizes: Floats) -> Floats:
         """Seconds at each of many sizes."""
-        return np.interp(sizes, self.x, self.seconds) * np.maximum(1.0, sizes / self.x[-1])
+        return np.asarray(np.interp(sizes, self.x, self.seconds) * np.maximum(1.0, sizes / self.x[-1]))
 
 
 def by_corners(sites: Mapping[Shape, Curve], n: int, k: int) -> Curve:
@@ -165,9 +165,7 @@ class Mixture:
         return sum(weight * surface.at(batch * self.split, length) for weight, surface in self.parts)
 
 
-def mixture(
-    sites: Mapping[tuple[int, int], Surface], heads: int, kv_heads: int, scale: float = 1.0
-) -> Mixture | None:
+def mixture(sites: Mapping[tuple[int, int], Surface], heads: int, kv_heads: int, scale: float = 1.0) -> Mixture | None:
     """Attention of `heads` over `kv_heads`, from sites (KV heads, heads): linear in heads at the same KV heads.
 
     Where those were not measured, g times the batch with a g-th of the heads stands in: the same work, laid out by

@@ -43,6 +43,8 @@ def status(arguments: Sequence[str]) -> int:
         return _fail("a worker process was ended from outside, for want of memory perhaps", 1)
     except MemoryError:
         return _fail("out of memory", 1)
+    except OSError as error:  # of the terminal or a full disk; files of the user are BadInput
+        return _fail((error.strerror or str(error)).lower(), 1)
     return 0
 
 

@@ -216,13 +216,8 @@ def test_the_same_rows_give_the_same_profile() -> None:
 # What the data cannot tell
 
 CONTEXTS, SIZES, LENGTHS = (32, 100, 500), (1, 2, 4, 8, 16, 32), (16, 32, 64, 128, 256)
-MIXED = [
-    made(n, n * c, [(s, m)] * k)
-    for n in SIZES
-    for c in CONTEXTS
-    for s, m in ((0, 16), (64, 64), (0, 128))
-    for k in (1, 2)
-]
+CHUNKS = [[(s, m)] * k for m in LENGTHS for s in (0, 64, 256) for k in (1, 2)]
+MIXED = [made(n, n * c, chunks) for n in SIZES for c in CONTEXTS for chunks in CHUNKS]
 DECODES = [made(n, n * c) for n in SIZES for c in CONTEXTS]
 PREFILLS = [made(chunks=[(s, m)] * k) for m in LENGTHS for s in (0, 64, 256) for k in (1, 2, 3)]
 ALL = [*MIXED, *DECODES, *PREFILLS]
@@ -307,7 +302,7 @@ def test_the_last_slope_is_not_that_of_a_tile() -> None:
     for longest in (257, 258, 300, 513):
         knots = fitted(measured(grid(Limits(longest, 16, 1024, 9600)))).coefficients.tokens.knots
         assert knots[-1] == longest
-        assert knots[-1] >= 1.25 * knots[-2]
+        assert knots[-1] >= 1.1 * knots[-2]
 
 
 # The grid
@@ -331,6 +326,8 @@ def test_the_grid_tells_every_term(limit: Limits, seed: int) -> None:
     for point in points:
         assert 0 < point.tokens <= limit.batch_tokens
         assert point.decodes + len(point.chunks) <= limit.sequences
+    if 3 * limit.sequences <= limit.cache_tokens:  # two KV tokens each, spread to three
+        assert max(point.decodes for point in points if not point.chunks) == limit.sequences
     drawn = interleaved(executor, points, 16, seed)
     table = Rows.of([next(drawn) for _ in range(2 * len(points))], {})
     assert table["longest_chunk"].max() <= limit.model_tokens
@@ -673,6 +670,7 @@ def scenario(tmp_path: Path) -> str:
     """A scenario that is calibrated before there is a profile."""
     path, tables = tmp_path / "scenario.toml", copy.deepcopy(SCENARIO)
     tables["engine"] |= {"num_blocks": 100, "max_sequences": 4, "max_model_tokens": 256}
+    tables["scheduler"]["token_budget"] = 200
     path.write_text(tomli_w.dumps(tables | {"latency": {"kind": "roofline"}}), encoding="utf-8")
     return str(path)
 
@@ -703,7 +701,6 @@ def test_measure_fit_show(tmp_path: Path, scenario: str, capsys: pytest.CaptureF
         low, high = found["intervals"][term]
         assert f"{term} {found['coefficients'][term]:.3g} {low:.3g} to {high:.3g} {unit}" in shown
     assert "llama-40m on cpu, tensor parallel 1" in shown
-    print(shown)
     assert "measured up to 256 tokens and 4 requests a batch" in shown
     assert "median 0.0%, P90 0.0%, total +0.0%" in shown
     assert "· source: measured by servecast" in shown

@@ -308,6 +308,17 @@ def test_a_note_beyond_the_range(tmp_path: Path, reached: dict[str, int], field:
     assert note.removeprefix("profile 'truth' is extrapolated: ") == said
 
 
+def test_contexts_count_as_a_whole() -> None:
+    """Two decodes with 7 KV tokens go beyond 3 each; asked of a profile itself, batch by batch."""
+    one = ProfileLatency(Profile.model_validate(changed(PROFILE, "validity.context_tokens", 3)))
+    made = batch(Point(2, 100), 16, np.random.default_rng(0))[0]
+    for context, notes in ((6, 0), (7, 1)):
+        made.context = context
+        one.execute(made)
+        assert len(one.notes()) == notes
+    assert one.notes() == ["profile 'truth' is extrapolated: context tokens up to 4 (measured up to 3)"]
+
+
 def test_the_note_and_the_source_are_shown(
     tmp_path: Path, reached: dict[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
