@@ -109,7 +109,14 @@ def fit(
             raise BadInput(f"the table does not say which {name} was measured", source=f"--{name}")
     held = [term.strip() for term in without.split(",") if term.strip()]
     try:
-        profile = fitting.fit(table, name=to.stem, model=str(told["model"]), device=str(told["device"]), without=held)
+        profile = fitting.fit(
+            table,
+            name=to.stem,
+            model=str(told["model"]),
+            device=str(told["device"]),
+            tensor_parallel=int(table.provenance.get("tensor_parallel", 1)),
+            without=held,
+        )
     except BadInput as error:
         raise error.within(source=str(measurements)) from None
     fitting.save(profile, to)

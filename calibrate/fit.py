@@ -21,6 +21,8 @@ from sim.table import SMALLEST
 Floats = npt.NDArray[np.float64]
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 129, 160, 192, 256, 257, 384, 512, 513, 768, 1024, 1025)
 FARTHER = (1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 32768)
+FEW = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # requests; where small matrix products have their steps
+ROWS_PER_TERM = 4  # of the data, before the fit may bend at FEW as well
 HUBER = 1.345  # robust standard deviations beyond which a residual counts less; 95 % efficient on normal ones
 ROUNDS = 8
 FOLDS = 5
@@ -60,6 +62,12 @@ def fit(
     terms = [term for term in TERMS if term not in without]
     design = _design(rows, knots, terms)
     _check_identifiable(design, rows, terms, knots)
+    few = [] if "sequence" in without else _few(rows)
+    wider = np.column_stack([design, *_segments(rows["decodes"] + rows["chunks"], few)])
+    if len(wider) >= ROWS_PER_TERM * wider.shape[1] and all(alone > INDEPENDENT for alone in _alone(wider, rows)):
+        design = wider
+    else:
+        few = []
     seconds, points = rows["seconds"], _points(rows)
     rng = np.random.default_rng(seed)
     solution = _solve(design, seconds)
@@ -68,7 +76,7 @@ def fit(
         model=model,
         device=device,
         tensor_parallel=tensor_parallel,
-        coefficients=_coefficients(solution, terms, knots),
+        coefficients=_coefficients(solution, terms, knots, few),
         validity=_validity(rows),
         errors=_held_out(design, seconds, points, rng),
         intervals=_intervals(design, seconds, points, terms, rng),
@@ -91,6 +99,20 @@ def _knots(rows: Rows) -> list[int]:
     return found
 
 
+def _few(rows: Rows) -> list[int]:
+    """Numbers of requests between which the first ones may take more than the later ones; fewer than the most."""
+    requests = rows["decodes"] + rows["chunks"]
+    measured = set(requests.astype(int).tolist())
+    found = [knot for knot in FEW if knot in measured and knot < max(measured)]
+    return found if len(found) > 1 else []
+
+
+def _segments(values: Floats, knots: Sequence[int], *, endless: bool = False) -> list[Floats]:
+    """How much of each value lies between each knot and the next; beyond the last too where they are `endless`."""
+    ends = [*knots[1:-1], np.inf] if endless else knots[1:]
+    return [np.clip(values - start, 0, end - start) for start, end in zip(knots, ends, strict=False)]
+
+
 def _design(rows: Rows, knots: Sequence[int], terms: Sequence[str]) -> Floats:
     """One column per term and per segment between knots: what a second per unit of it multiplies."""
     tokens = rows["decodes"] + rows["prefill_tokens"]
@@ -103,27 +125,33 @@ def _design(rows: Rows, knots: Sequence[int], terms: Sequence[str]) -> Floats:
         "prefill_attention": rows["attention"],
         "prefill_context": rows["prefill_context"],
     }
-    starts, ends = knots[:-1], [*knots[1:-1], np.inf]  # what the smallest batch takes is in `step`
-    segments = [np.clip(tokens - start, 0, end - start) for start, end in zip(starts, ends, strict=True)]
+    segments = _segments(tokens, knots, endless=True)  # what the smallest batch takes is in `step`
     return np.column_stack([*(columns[term] for term in terms), *segments])
 
 
 def _check_identifiable(design: Floats, rows: Rows, terms: Sequence[str], knots: Sequence[int]) -> None:
     """BadInput naming the first term whose column the others make up."""
-    scaled = design / rows["seconds"][:, None]
-    lengths = np.linalg.norm(scaled, axis=0)
     names = [*terms, *(f"tokens up to {knot}" for knot in knots[1:])]
+    alone = dict(zip(names, _alone(design, rows), strict=True))
     order = list(NEEDS)
     for name in sorted(names, key=lambda name: order.index(name.split()[0])):
-        index, alone = names.index(name), 0.0
-        if lengths[index] > 0:
-            column, others = scaled[:, index] / lengths[index], np.delete(scaled, index, axis=1)
-            others = others / np.maximum(np.linalg.norm(others, axis=0), 1e-300)
-            alone = float(np.linalg.norm(column - others @ np.linalg.lstsq(others, column, rcond=None)[0]))
-        if alone < INDEPENDENT:
+        if alone[name] < INDEPENDENT:
             instead = "; or hold it at 0 with --without" if name in TERMS else ""
             what = f"the data cannot tell the term {name!r}: it needs {NEEDS[name.split()[0]]}{instead}"
             raise BadInput(what, key="seconds")
+
+
+def _alone(design: Floats, rows: Rows) -> list[float]:
+    """How much of each column, relative to its length, the other columns do not make up."""
+    scaled = design / rows["seconds"][:, None]
+    lengths = np.linalg.norm(scaled, axis=0)
+    unit = scaled / np.maximum(lengths, 1e-300)
+    found = []
+    for index, length in enumerate(lengths):
+        column, others = unit[:, index], np.delete(unit, index, axis=1)
+        left = column - others @ np.linalg.lstsq(others, column, rcond=None)[0]
+        found.append(float(np.linalg.norm(left)) if length > 0 else 0.0)
+    return found
 
 
 def _solve(design: Floats, seconds: Floats) -> Floats:
@@ -145,12 +173,20 @@ def _solve(design: Floats, seconds: Floats) -> Floats:
     return np.asarray(solution * (weights @ seconds) / (weights @ predicted))
 
 
-def _coefficients(solution: Floats, terms: Sequence[str], knots: Sequence[int]) -> Coefficients:
+def _coefficients(solution: Floats, terms: Sequence[str], knots: Sequence[int], few: Sequence[int]) -> Coefficients:
     solution = np.where(solution < SMALLEST, 0.0, solution)
     scalars = dict(zip(terms, solution.tolist(), strict=False))
-    slopes = solution[len(terms) :]
-    seconds = np.cumsum([0.0, *(slopes * np.diff(knots))]).tolist()
-    return Coefficients(tokens=Tokens(knots=list(knots), seconds=seconds), **scalars)
+    bends = len(terms) + len(knots) - 1
+    tokens = _piecewise(knots, solution[len(terms) : bends])
+    first = None
+    if few:
+        first = _piecewise([*few, few[-1] + 1], np.append(solution[bends:], 0.0))  # level from the last knot on
+    return Coefficients(tokens=tokens, few=first, **scalars)
+
+
+def _piecewise(knots: Sequence[int], slopes: Floats) -> Tokens:
+    """Seconds at each knot, from 0 at the first."""
+    return Tokens(knots=list(knots), seconds=np.cumsum([0.0, *(slopes * np.diff(knots))]).tolist())
 
 
 def _points(rows: Rows) -> npt.NDArray[np.int64]:

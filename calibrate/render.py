@@ -36,6 +36,9 @@ def profile(one: Profile) -> RenderableType:
     tokens = one.coefficients.tokens
     for knot in tokens.knots[:: max(1, len(tokens.knots) // 6)]:
         table.add_row(f"{knot} tokens", f"{tokens.at(knot):.3g}", "", "linear layers, beyond the smallest batch")
+    if (few := one.coefficients.few) is not None:
+        for knot in few.knots[1:-1:2]:
+            table.add_row(f"{knot} requests", f"{few.at(knot):.3g}", "", "of small batches, beyond the terms above")
     errors, valid = one.errors, one.validity
     return Group(
         Text(one.name, style="bold"),

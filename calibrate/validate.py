@@ -221,16 +221,9 @@ def _steps(beside: Beside, profile: Profile | None) -> dict[str, list[float]]:
 def _predicted(profile: Profile, one: Row) -> float:
     """What a profile says of a batch that is known by its row."""
     terms = profile.coefficients
-    return profile.scale * (
-        terms.step
-        + (terms.decode_step if one["decodes"] else 0.0)
-        + terms.chunk * one["chunks"]
-        + terms.sequence * (one["decodes"] + one["chunks"])
-        + terms.context * one["context"]
-        + terms.prefill_attention * one["attention"]
-        + terms.prefill_context * one["prefill_context"]
-        + terms.tokens.at(one["decodes"] + one["prefill_tokens"])
-    )
+    counts = terms.seconds(int(one["decodes"]), int(one["chunks"]), int(one["prefill_tokens"]))
+    work = terms.context * one["context"] + terms.prefill_attention * one["attention"]
+    return profile.scale * (counts + work + terms.prefill_context * one["prefill_context"])
 
 
 def _agreement(one: Report, other: Report) -> tuple[float, int | None]:

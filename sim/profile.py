@@ -2,11 +2,12 @@
 
 An iteration lasts
 
-    step + decode_step·[any decode] + chunk·(chunks) + sequence·n + tokens(T) + context·C
+    step + decode_step·[any decode] + chunk·(chunks) + sequence·n + few(n) + tokens(T) + context·C
          + prefill_attention·A + prefill_context·K
 
 with T tokens in the batch, n requests, C KV tokens of the decodes, A the sum over chunks of m·(m0 + m/2), and K the sum
-of m0 + m (KV that chunks read). `tokens` is piecewise linear and never falls. All coefficients are seconds and ≥ 0.
+of m0 + m (KV that chunks read). `tokens` is piecewise linear and never falls; so is `few`, what the first requests of
+a batch take beyond `sequence` each, constant from its last knot on. All coefficients are seconds and ≥ 0.
 A profile is a TOML file; `name` is that of a shipped one or a path.
 """
 
@@ -72,6 +73,14 @@ class Coefficients(Table):
     prefill_attention: NonNegative = 0.0
     prefill_context: NonNegative = 0.0
     tokens: Tokens
+    few: Tokens | None = None
+
+    def seconds(self, decodes: int, chunks: int, prefill_tokens: int) -> float:
+        """What depends on counts alone."""
+        rows = decodes + chunks
+        total = self.step + self.chunk * chunks + self.sequence * rows + self.tokens.at(decodes + prefill_tokens)
+        total += self.decode_step if decodes else 0.0
+        return total + (self.few.at(rows) if self.few is not None else 0.0)
 
 
 class Validity(Table):
@@ -152,13 +161,12 @@ class ProfileLatency:
 
     def _base(self, decodes: int, prefill_tokens: int, chunks: int) -> float:
         """What depends on counts alone."""
-        terms, rows, tokens = self.terms, decodes + chunks, decodes + prefill_tokens
+        rows, tokens = decodes + chunks, decodes + prefill_tokens
         if len(self.bases) > 1 << 16:
             self.bases.clear()
         self.seen["tokens"] = max(self.seen["tokens"], tokens)
         self.seen["sequences"] = max(self.seen["sequences"], rows)
-        base = terms.step + terms.chunk * chunks + terms.sequence * rows + terms.tokens.at(tokens)
-        base += terms.decode_step if decodes else 0.0
+        base = self.terms.seconds(decodes, chunks, prefill_tokens)
         self.bases[decodes, prefill_tokens, chunks] = base
         return base
 

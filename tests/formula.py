@@ -144,6 +144,9 @@ def predicted(profile: Profile, rows: Rows) -> np.ndarray[Any, np.dtype[np.float
     """What a profile's numbers say of rows, by the formula of its documentation."""
     terms = profile.coefficients
     linear = np.array([terms.tokens.at(tokens) for tokens in (rows["decodes"] + rows["prefill_tokens"]).tolist()])
+    few = np.zeros(len(linear))
+    if terms.few is not None:
+        few = np.array([terms.few.at(requests) for requests in (rows["decodes"] + rows["chunks"]).tolist()])
     return profile.scale * (
         terms.step
         + terms.decode_step * (rows["decodes"] > 0)
@@ -153,4 +156,5 @@ def predicted(profile: Profile, rows: Rows) -> np.ndarray[Any, np.dtype[np.float
         + terms.prefill_attention * rows["attention"]
         + terms.prefill_context * rows["prefill_context"]
         + linear
+        + few
     )

@@ -5,6 +5,7 @@ Executors here take what a known formula says; nothing depends on how fast the m
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -145,7 +146,7 @@ def test_the_total_is_unbiased() -> None:
 
 def test_held_out_errors_show_what_the_formula_lacks() -> None:
     """A cost that no term has, or a term held at 0, is an error that is told."""
-    lacking = measured(grid(SMALL), 2, Formula(lambda one: truth(one) + 2e-7 * one["decodes"] ** 3))
+    lacking = measured(grid(SMALL), 2, Formula(lambda one: truth(one) + 2e-6 * one["decodes"] ** 3))
     assert fitted(lacking).errors.held_out_p90 > 0.02
     assert fitted(clean(), without=["prefill_attention"]).errors.held_out_p90 > 0.02
     assert fitted(clean()).errors.held_out_p90 < 1e-9
@@ -800,3 +801,23 @@ def test_small_caches_at_the_command_line(tmp_path: Path, scenario: str, capsys:
         sizes = ["--set", f"engine.num_blocks={blocks}", "--set", f"engine.block_tokens={tokens}"]
         assert status([*command, *sizes]) == expected
     assert "[engine] num_blocks: no batch fits" in capsys.readouterr().err
+
+
+def test_the_first_requests_may_take_more() -> None:
+    """Small matrix products: what the first requests add beyond `sequence` each is found, and level afterwards."""
+    first = {1: 0.0, 2: 0.002, 3: 0.004}
+    table = measured(grid(SMALL), 2, Formula(lambda one: truth(one) + first.get(one["decodes"] + one["chunks"], 0.005)))
+    found = fitted(table)
+    assert found.coefficients.few is not None
+    assert found.errors.held_out_p90 < 0.01
+    known = found.coefficients.few
+    assert [known.at(n) - known.at(1) for n in (2, 3, 4)] == pytest.approx([0.002, 0.004, 0.005], rel=0.1)
+    assert known.at(10_000) == known.at(known.knots[-1])
+
+
+def test_few_batches_do_not_bend_it() -> None:
+    """Where the data is thin the term is left out, not fitted to noise."""
+    thin = measured(grid(SMALL)[::3], 1, Formula())
+    assert len(thin) < 150
+    with contextlib.suppress(BadInput):
+        assert fitted(thin).coefficients.few is None
