@@ -8,12 +8,12 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from calibrate import fit as fitting
+from calibrate import kept as files_of
 from calibrate import measure as measuring
-from calibrate import render, rows
+from calibrate import rows
 from calibrate import validate as validation
 from calibrate.grid import grid
 from sim import output
-from sim import show as screen
 from sim.errors import BadInput
 from sim.options import Options, answer, needing_torch, progress, say
 from sim.profile import load
@@ -71,7 +71,7 @@ def measure(
     rows.save(rows.Rows.of(measured, provenance), to)
     kept.unlink(missing_ok=True)
     result = {"file": str(to), "rows": len(measured), "batches": len(points), "provenance": provenance}
-    answer(options, one, result, lambda: f"{len(measured)} iterations of {len(points)} batches in {to}")
+    answer(options, one, result, lambda _: f"{len(measured)} iterations of {len(points)} batches in {to}")
 
 
 def fit(
@@ -123,7 +123,10 @@ def fit(
     if json:
         print(output.as_json(profile.model_dump()), end="")
     else:
-        screen.to_console(render.profile(profile))
+        from calibrate import render
+        from sim.show import to_console
+
+        to_console(render.profile(profile))
 
 
 def show(name: str, *, json: Annotated[bool, Parameter(negative="", show_default=False)] = False) -> None:
@@ -138,7 +141,10 @@ def show(name: str, *, json: Annotated[bool, Parameter(negative="", show_default
     if json:
         print(output.as_json(profile.model_dump()), end="")
     else:
-        screen.to_console(render.profile(profile))
+        from calibrate import render
+        from sim.show import to_console
+
+        to_console(render.profile(profile))
 
 
 def validate(scenario: str, *, anchor: bool = False, attempts: int = 1, options: Options = Options()) -> None:
@@ -171,5 +177,11 @@ def validate(scenario: str, *, anchor: bool = False, attempts: int = 1, options:
     best = min(done, key=validation.worst)
     result: dict[str, Any] = best.to_dict() | {"attempts": [attempt.metrics() for attempt in done]}
     if options.out:
-        output.write(options.out, render.files(best, result))
-    answer(options, one, result, lambda: render.validation(done, best))
+        output.write(options.out, files_of.files(best, result))
+    answer(options, one, result, lambda _: _page(done, best))
+
+
+def _page(done: list[validation.Validation], best: validation.Validation) -> Any:
+    from calibrate import render
+
+    return render.validation(done, best)

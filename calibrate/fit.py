@@ -156,8 +156,10 @@ def _alone(design: Floats, rows: Rows) -> list[float]:
 
 def _solve(design: Floats, seconds: Floats) -> Floats:
     """Coefficients ≥ 0 of least Huber loss of relative errors, scaled to the total of the rows that are no outliers."""
-    from scipy.optimize import nnls
-
+    try:
+        from scipy.optimize import nnls
+    except ModuleNotFoundError:
+        raise BadInput("fitting needs the package scipy: pip install 'servecast[calibrate]'", key="fit") from None
     size = np.maximum(np.linalg.norm(design / seconds[:, None], axis=0), 1e-300)
     scaled, target = design / seconds[:, None] / size, np.ones(len(seconds))
     weights = np.ones(len(seconds))

@@ -10,7 +10,6 @@ from cyclopts import Parameter
 from calibrate import rows, silicon, vidur
 from calibrate.tables import Tables
 from sim import output
-from sim import show as screen
 from sim.errors import BadInput, unknown
 from sim.hardware import DEFAULT_KV, Dtype, KvDtype, Model, ModelTable, device
 from sim.hardware import DeviceTable as DeviceName
@@ -148,7 +147,7 @@ def _answer(table: rows.Rows, to: Path, notes: list[str], json: bool) -> None:
     if json:
         print(output.as_json(result), end="")
     else:
-        screen.to_console(f"{len(table)} iterations in {to}")
+        print(f"{len(table)} iterations in {to}")
 
 
 def _model(name: str, dtype: str, kv_dtype: str | None) -> Model:

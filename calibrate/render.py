@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from calibrate.validate import Validation
-from sim import output
 from sim.profile import TERMS, Profile
 from sim.show import percent, seconds
 
@@ -77,48 +75,6 @@ def validation(attempts: Sequence[Validation], best: Validation) -> RenderableTy
         *_attempts(attempts, best),
         *(Text(f"· {note}", style="dim") for note in best.simulated.notes),
     )
-
-
-def files(best: Validation, result: Mapping[str, Any]) -> dict[str, bytes]:
-    """Result files of a validation."""
-    import polars as pl
-
-    steps = pl.DataFrame({name: values for name, values in best.steps.items() if values})
-    buffer = BytesIO()
-    steps.write_parquet(buffer)
-    kept = {
-        "validation.json": output.as_json(result).encode(),
-        "validation_steps.parquet": buffer.getvalue(),
-        "scenario.toml": best.scenario.to_toml().encode(),
-        "validation.vl.json": chart(steps).to_json().encode(),
-    }
-    for prefix, report in (("measured", best.measured), ("simulated", best.simulated)):
-        kept |= {f"{prefix}/{name}": content for name, content in output.of_run(report).items()}
-    return kept
-
-
-def chart(steps: Any) -> Any:
-    """Predicted against measured seconds of every iteration, and their quantiles against each other."""
-    import altair as alt
-    import polars as pl
-
-    which = "anchored" if "anchored" in steps.columns else "predicted"
-    part = steps.select("seconds", pl.col(which).alias("predicted"), (pl.col("chunks") > 0).alias("prefill"))
-    drawn = part.sample(min(2000, len(part)), seed=0)
-    scale = alt.Scale(type="log")
-    x, y = alt.X("seconds", scale=scale, title="measured (s)"), alt.Y("predicted", scale=scale, title="predicted (s)")
-    line = alt.Chart().mark_line(color="grey", strokeDash=[4, 4]).encode(x=alt.X("seconds"), y=alt.Y("seconds"))
-    points = (
-        alt.Chart().mark_point(size=12, opacity=0.5).encode(x=x, y=y, color=alt.Color("prefill", title="with prefill"))
-    )
-    scatter = alt.layer(points, line, data=drawn).properties(title="every iteration", width=320, height=320)
-    shares = [share / 200 for share in range(1, 200)]
-    quantiles = pl.DataFrame(
-        {name: [part[name].quantile(share) for share in shares] for name in ("seconds", "predicted")}
-    )
-    pairs = alt.Chart().mark_point(size=12).encode(x=x, y=y)
-    ranked = alt.layer(pairs, line, data=quantiles).properties(title="quantile against quantile", width=320, height=320)
-    return alt.hconcat(scatter, ranked)
 
 
 def _alignment(told: Mapping[str, Any], anchored: bool) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from sim import output, show
+from sim import output
 from sim.capacity import capacity as search_capacity
 from sim.cost import cost as find_cost
 from sim.errors import BadInput, unknown
@@ -49,7 +49,7 @@ def run(scenario: str, *, options: Options = Options()) -> None:
         report = simulate(one, wall_clock=options.clock == "wall", watch=look, engine=options.engine())
     if options.out:
         output.write(options.out, output.of_run(report))
-    answer(options, one, report.summary, lambda: show.run(report.summary, report.plan))
+    answer(options, one, report.summary, lambda show: show.run(report.summary, report.plan))
 
 
 @app.command
@@ -81,7 +81,7 @@ def compare(scenario: str, *, policies: str | None = None, options: Options = Op
             for name, content in output.of_run(report).items()
         }
         output.write(options.out, files | {"comparison.json": output.as_json({"results": summaries}).encode()})
-    answer(options, one, {"results": summaries}, lambda: show.compare(summaries, ordered[0].plan))
+    answer(options, one, {"results": summaries}, lambda show: show.compare(summaries, ordered[0].plan))
 
 
 @app.command
@@ -118,7 +118,7 @@ def capacity(
         )
     result = {"results": [one_policy.to_dict() for one_policy in found]}
     keep(options, one, "capacity.json", result)
-    answer(options, one, result, lambda: show.capacities(found, one))
+    answer(options, one, result, lambda show: show.capacities(found, one))
 
 
 @app.command
@@ -140,7 +140,7 @@ def cost(scenario: str, *, tolerance: float = 0.01, seeds: Seeds = 5, options: O
     with progress("searches") as advance:
         result = find_cost(one, tolerance=tolerance, seeds=seeds, workers=cores(), progress=advance)
     keep(options, one, "cost.json", result)
-    answer(options, one, result, lambda: show.cost(result, one))
+    answer(options, one, result, lambda show: show.cost(result, one))
 
 
 @app.command
@@ -148,7 +148,7 @@ def check(scenario: str, *, options: Options = Options()) -> None:
     """Say what a scenario means: every default, the KV blocks that follow, its workload. Nothing is run."""
     one = options.scenario(scenario)
     meaning = explain(one)
-    answer(options, one, meaning, lambda: show.meaning(meaning, one))
+    answer(options, one, meaning, lambda show: show.meaning(meaning, one))
 
 
 @app.command(name="list")
@@ -160,6 +160,8 @@ def list_(what: str, *, json: Annotated[bool, Parameter(negative="", show_defaul
     if json:
         sys.stdout.write(output.as_json({what: rows}))
     else:
+        from sim import show
+
         show.to_console(show.rows(rows) if rows else f"no {what} are shipped with this version")
 
 

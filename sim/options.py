@@ -13,10 +13,8 @@ from types import ModuleType
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, Token
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sim import output, show
+from sim import output
 from sim.errors import BadInput, shown
 from sim.record import Record
 from sim.scenario import Scenario
@@ -98,14 +96,19 @@ def keep(options: Options, scenario: Scenario, name: str, result: Any) -> None:
         output.write(options.out, files)
 
 
-def answer(options: Options, scenario: Scenario, result: Any, readable: Callable[[], Any]) -> None:
-    """Print the result; what else was done to the scenario is said beside it, and only where there is a result."""
+def answer(options: Options, scenario: Scenario, result: Any, readable: Callable[[ModuleType], Any]) -> None:
+    """Print the result; what else was done to the scenario is said beside it, and only where there is a result.
+
+    `readable(show)` is asked for the page only where a person reads: with `--json` no terminal library is loaded.
+    """
     for note in scenario.notes:
         say(note)
     if options.json:
         sys.stdout.write(output.as_json(result))
     else:
-        show.to_console(readable())
+        from sim import show
+
+        show.to_console(readable(show))
         if options.out:
             say(f"files are in {options.out}")
 
@@ -114,12 +117,21 @@ def say(what: str) -> None:
     print(f"servecast: {what}", file=sys.stderr)
 
 
+def _unseen(_done: int, _total: int) -> None:
+    """Progress that nobody watches."""
+
+
 @contextmanager
 def progress(unit: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on a terminal's stderr, nothing elsewhere: call with (done, of)."""
+    if not sys.stderr.isatty():
+        yield _unseen
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(unit, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -105,3 +105,47 @@ def test_measuring_and_kernels_load(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     run("import gpu_backend.kernels, gpu_backend.graphs, gpu_backend.choice, gpu_backend.machine", tmp_path)
     run("import calibrate.grid, calibrate.measure, calibrate.rows", tmp_path)
+
+
+CPU = """
+name = "box"
+[model]
+name = "llama-12m"
+[device]
+name = "cpu"
+[engine]
+num_blocks = 64
+max_model_tokens = 128
+max_sequences = 4
+[scheduler]
+token_budget = 32
+[latency]
+kind = "roofline"
+[workload]
+requests = 4
+[workload.arrivals]
+kind = "at-once"
+[workload.lengths]
+kind = "fixed"
+prompt = 20
+output = 4
+"""
+
+
+def test_measure_and_validate_from_the_command_line(tmp_path: Path) -> None:
+    """What leaves the box is JSON; profiles are fitted elsewhere, and scaled where there is nothing to fit with."""
+    pytest.importorskip("torch")
+    (tmp_path / "box.toml").write_text(CPU)
+    block = BLOCK.replace('"rich", "cyclopts"', '"rich"').replace("'rich', 'cyclopts'", "'rich'")
+    assert "cyclopts" not in block
+    measured, kept = tmp_path / "measured.jsonl", tmp_path / "out"
+    calls = [
+        ["calibrate", "measure", "box.toml", "--to", str(measured), "--seconds", "0", "--json"],
+        ["validate", "box.toml", "--json", "--out", str(kept)],
+    ]
+    for call in calls:
+        run = [sys.executable, "-c", block + f"from sim.__main__ import status\nsys.exit(status({call!r}))"]
+        done = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+    assert measured.is_file()
+    assert {path.name for path in kept.iterdir()} == {"validation.json", "validation_steps.json", "scenario.toml"}
