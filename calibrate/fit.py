@@ -21,7 +21,7 @@ from sim.table import SMALLEST
 Floats = npt.NDArray[np.float64]
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 129, 160, 192, 256, 257, 384, 512, 513, 768, 1024, 1025)
 FARTHER = (1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 32768)
-FEW = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # requests; where small matrix products have their steps
+FEW = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # tokens sampled; where small matrix products have their steps
 ROWS_PER_TERM = 4  # of the data, before the fit may bend at FEW as well
 HUBER = 1.345  # robust standard deviations beyond which a residual counts less; 95 % efficient on normal ones
 ROUNDS = 8
@@ -36,6 +36,7 @@ NEEDS = {  # the most particular first: of terms that make each other up, that i
     "sequence": "batches with as many tokens and different numbers of requests",
     "chunk": "batches of one chunk and of several",
     "decode_step": "batches with and without decodes",
+    "sample": "batches in which no request gets a token, and others",
     "step": "batches of several sizes",
     "tokens": "batches of different numbers of tokens",
 }
@@ -59,11 +60,12 @@ def fit(
         if term not in TERMS:
             raise BadInput(unknown("term", term, TERMS), source="--without")
     knots = _knots(rows)
-    terms = [term for term in TERMS if term not in without]
+    always = bool((rows.samples > 0).all())  # then what sampling takes at least is in `step`
+    terms = [term for term in TERMS if term not in without and not (term == "sample" and always)]
     design = _design(rows, knots, terms)
     _check_identifiable(design, rows, terms, knots)
     few = [] if "sequence" in without else _few(rows)
-    wider = np.column_stack([design, *_segments(rows["decodes"] + rows["chunks"], few)])
+    wider = np.column_stack([design, *_segments(rows.samples, few)])
     if len(wider) >= ROWS_PER_TERM * wider.shape[1] and all(alone > INDEPENDENT for alone in _alone(wider, rows)):
         design = wider
     else:
@@ -100,9 +102,8 @@ def _knots(rows: Rows) -> list[int]:
 
 
 def _few(rows: Rows) -> list[int]:
-    """Numbers of requests between which the first ones may take more than the later ones; fewer than the most."""
-    requests = rows["decodes"] + rows["chunks"]
-    measured = set(requests.astype(int).tolist())
+    """Numbers of tokens between which the first ones may take more than the later ones; fewer than the most."""
+    measured = set(rows.samples.astype(int).tolist())
     found = [knot for knot in FEW if knot in measured and knot < max(measured)]
     return found if len(found) > 1 else []
 
@@ -119,6 +120,7 @@ def _design(rows: Rows, knots: Sequence[int], terms: Sequence[str]) -> Floats:
     columns = {
         "step": np.ones(len(rows)),
         "decode_step": (rows["decodes"] > 0).astype(float),
+        "sample": (rows.samples > 0).astype(float),
         "chunk": rows["chunks"],
         "sequence": rows["decodes"] + rows["chunks"],
         "context": rows["context"],
@@ -195,7 +197,7 @@ def _points(rows: Rows) -> npt.NDArray[np.int64]:
     """Which rows are of the same batch, by number (contexts of decodes are drawn anew, so only to a sixteenth)."""
     context = np.rint(np.log2(np.maximum(rows["context"], 1)) * 4)
     names = ("decodes", "chunks", "prefill_tokens", "prefill_context")
-    same = np.column_stack([*(rows[name] for name in names), context])
+    same = np.column_stack([*(rows[name] for name in names), rows.samples, context])
     return np.asarray(np.unique(same, axis=0, return_inverse=True)[1]).reshape(-1).astype(np.int64)
 
 

@@ -31,16 +31,20 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A batch to be measured: decodes with so many KV tokens on average, and chunks (m0, m)."""
+    """A batch to be measured: decodes with so many KV tokens on average, and chunks (m0, m).
+
+    Chunks complete their prompts, and so give a token, unless the point is `unfinished`.
+    """
 
     decodes: int = 0
     context: int = 0
     chunks: tuple[tuple[int, int], ...] = ()
+    unfinished: bool = False
 
     @property
     def cache_tokens(self) -> int:
         """KV tokens that it needs at most: contexts spread to one and a half times their mean."""
-        return int(self.decodes * self.context * 1.5) + sum(start + tokens for start, tokens in self.chunks)
+        return int(self.decodes * self.context * 1.5) + sum(sum(chunk) + self.unfinished for chunk in self.chunks)
 
     @property
     def tokens(self) -> int:
@@ -60,6 +64,9 @@ def grid(limits: Limits) -> list[Point]:
         context = min(contexts[len(contexts) // 2], max(2, limits.cache_tokens // (3 * size)))
         for tokens in (1, 16, 64, 128, 256, limits.batch_tokens - size):
             points += [Point(size, context, ((start, tokens),)) for start in starts[:2]]
+    for tokens in (16, 64, 128, 256, limits.batch_tokens):
+        points += [Point(chunks=((start, tokens),), unfinished=True) for start in starts]
+        points.append(Point(4, contexts[1], ((0, tokens - 4),), unfinished=True))
     for count in (2, 4, 8):
         points += [Point(chunks=((0, tokens),) * count) for tokens in (8, 32, 128)]
         points.append(Point(4, contexts[1], ((0, 16),) * count))
@@ -82,15 +89,15 @@ def batch(point: Point, block_tokens: int, rng: np.random.Generator) -> tuple[Ba
     if point.decodes:
         made.group, made.decodes, made.context = group, group.count, group.context
     for id, (start, tokens) in enumerate(point.chunks, start=point.decodes):
-        request = Request(id, 0.0, start + tokens, ENDLESS)
+        request = Request(id, 0.0, start + tokens + point.unfinished, ENDLESS)
         request.computed = start
         made.add(request, tokens)
-        stand_ins.append((request, start + tokens))
+        stand_ins.append((request, request.prompt))
     return made, stand_ins
 
 
 def _fits(point: Point, limits: Limits) -> bool:
-    longest = max((start + tokens for start, tokens in point.chunks), default=0)
+    longest = max((start + tokens + point.unfinished for start, tokens in point.chunks), default=0)
     return (
         0 < point.tokens <= limits.batch_tokens
         and all(tokens > 0 for _, tokens in point.chunks)

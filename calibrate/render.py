@@ -16,6 +16,7 @@ from sim.show import percent, seconds
 UNITS = {
     "step": "per iteration",
     "decode_step": "per iteration with decodes",
+    "sample": "per iteration in which a request gets a token",
     "chunk": "per chunk",
     "sequence": "per request in the batch",
     "context": "per KV token of the decodes",
@@ -36,7 +37,7 @@ def profile(one: Profile) -> RenderableType:
         table.add_row(f"{knot} tokens", f"{tokens.at(knot):.3g}", "", "linear layers, beyond the smallest batch")
     if (few := one.coefficients.few) is not None:
         for knot in few.knots[1:-1:2]:
-            table.add_row(f"{knot} requests", f"{few.at(knot):.3g}", "", "of small batches, beyond the terms above")
+            table.add_row(f"{knot} sampled", f"{few.at(knot):.3g}", "", "of few tokens, beyond the terms above")
     errors, valid = one.errors, one.validity
     return Group(
         Text(one.name, style="bold"),

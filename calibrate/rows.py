@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sim.errors import BadInput
+from sim.profile import samples
 from sim.request import Batch
 
 COLUMNS = {
@@ -27,6 +28,7 @@ COLUMNS = {
     "prefill_context": int,
     "longest_context": int,
     "longest_chunk": int,
+    "samples": int,
     "seconds": float,
     "host": float,
     "round": int,
@@ -50,6 +52,12 @@ class Rows:
 
     def __getitem__(self, name: str) -> Floats:
         return self.columns[name]
+
+    @property
+    def samples(self) -> Floats:
+        """Requests that got a token; all of them where the table does not say."""
+        told, most = self.columns.get("samples"), self["decodes"] + self["chunks"]
+        return most if told is None else np.where(np.isnan(told), most, told)
 
     def where(self, kept: npt.NDArray[np.bool_]) -> Rows:
         """Some of the rows."""
@@ -75,6 +83,7 @@ def row(batch: Batch) -> Row:
         "prefill_context": sum(ends),
         "longest_context": -(-batch.context // batch.decodes) if batch.decodes else 0,
         "longest_chunk": max(ends, default=0),
+        "samples": samples(batch),
     }
 
 

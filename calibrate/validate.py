@@ -227,7 +227,7 @@ def _steps(beside: Beside, profile: Profile | None) -> dict[str, list[float]]:
 def _predicted(profile: Profile, one: Row) -> float:
     """What a profile says of a batch that is known by its row."""
     terms = profile.coefficients
-    counts = terms.seconds(int(one["decodes"]), int(one["chunks"]), int(one["prefill_tokens"]))
+    counts = terms.seconds(*(int(one[name]) for name in ("decodes", "chunks", "prefill_tokens", "samples")))
     work = terms.context * one["context"] + terms.prefill_attention * one["attention"]
     return profile.scale * (counts + work + terms.prefill_context * one["prefill_context"])
 

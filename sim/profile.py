@@ -2,12 +2,13 @@
 
 An iteration lasts
 
-    step + decode_step·[any decode] + chunk·(chunks) + sequence·n + few(n) + tokens(T) + context·C
+    step + decode_step·[any decode] + sample·[s > 0] + chunk·(chunks) + sequence·n + few(s) + tokens(T) + context·C
          + prefill_attention·A + prefill_context·K
 
-with T tokens in the batch, n requests, C KV tokens of the decodes, A the sum over chunks of m·(m0 + m/2), and K the sum
-of m0 + m (KV that chunks read). `tokens` is piecewise linear and never falls; so is `few`, what the first requests of
-a batch take beyond `sequence` each, constant from its last knot on. All coefficients are seconds and ≥ 0.
+with T tokens in the batch, n requests, s of them that get a token (the rest are in the middle of their prompts), C KV
+tokens of the decodes, A the sum over chunks of m·(m0 + m/2), and K the sum of m0 + m (KV that chunks read). `tokens` is
+piecewise linear and never falls; so is `few`, what the first tokens of a batch take beyond `sequence` each, constant from
+its last knot on. All coefficients are seconds and ≥ 0.
 A profile is a TOML file; `name` is that of a shipped one or a path.
 """
 
@@ -27,7 +28,7 @@ from sim.request import Batch
 from sim.settings import describe
 from sim.table import Count, NonNegative, Positive, Table
 
-TERMS = ("step", "decode_step", "chunk", "sequence", "context", "prefill_attention", "prefill_context")
+TERMS = ("step", "decode_step", "sample", "chunk", "sequence", "context", "prefill_attention", "prefill_context")
 Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
 
 
@@ -67,6 +68,7 @@ class Coefficients(Table):
 
     step: NonNegative = 0.0
     decode_step: NonNegative = 0.0
+    sample: NonNegative = 0.0
     chunk: NonNegative = 0.0
     sequence: NonNegative = 0.0
     context: NonNegative = 0.0
@@ -75,12 +77,13 @@ class Coefficients(Table):
     tokens: Tokens
     few: Tokens | None = None
 
-    def seconds(self, decodes: int, chunks: int, prefill_tokens: int) -> float:
+    def seconds(self, decodes: int, chunks: int, prefill_tokens: int, samples: int) -> float:
         """What depends on counts alone."""
-        rows = decodes + chunks
-        total = self.step + self.chunk * chunks + self.sequence * rows + self.tokens.at(decodes + prefill_tokens)
-        total += self.decode_step if decodes else 0.0
-        return total + (self.few.at(rows) if self.few is not None else 0.0)
+        total = self.step + self.chunk * chunks + self.sequence * (decodes + chunks)
+        total += self.tokens.at(decodes + prefill_tokens) + (self.decode_step if decodes else 0.0)
+        if samples:
+            total += self.sample + (self.few.at(samples) if self.few is not None else 0.0)
+        return total
 
 
 class Validity(Table):
@@ -124,13 +127,13 @@ class ProfileLatency:
         self.profile = profile
         self.terms = profile.coefficients
         self.scale = profile.scale
-        self.bases: dict[tuple[int, int, int], float] = {}
+        self.bases: dict[tuple[int, int, int, int], float] = {}
         self.seen = dict.fromkeys(Validity.model_fields, 0)
 
     def execute(self, batch: Batch) -> Step:
         """Seconds of the iteration."""
         terms, chunks = self.terms, batch.chunks
-        key = (batch.decodes, batch.prefill_tokens, len(chunks))
+        key = (batch.decodes, len(chunks), batch.prefill_tokens, samples(batch))
         base = self.bases.get(key)
         if base is None:
             base = self._base(*key)
@@ -159,16 +162,23 @@ class ProfileLatency:
         name = self.profile.name
         return [f"profile {name!r} is extrapolated: {'; '.join(beyond)}"] if beyond else []
 
-    def _base(self, decodes: int, prefill_tokens: int, chunks: int) -> float:
+    def _base(self, decodes: int, chunks: int, prefill_tokens: int, sampled: int) -> float:
         """What depends on counts alone."""
-        rows, tokens = decodes + chunks, decodes + prefill_tokens
         if len(self.bases) > 1 << 16:
             self.bases.clear()
-        self.seen["tokens"] = max(self.seen["tokens"], tokens)
-        self.seen["sequences"] = max(self.seen["sequences"], rows)
-        base = self.terms.seconds(decodes, chunks, prefill_tokens)
-        self.bases[decodes, prefill_tokens, chunks] = base
+        self.seen["tokens"] = max(self.seen["tokens"], decodes + prefill_tokens)
+        self.seen["sequences"] = max(self.seen["sequences"], decodes + chunks)
+        base = self.terms.seconds(decodes, chunks, prefill_tokens, sampled)
+        self.bases[decodes, chunks, prefill_tokens, sampled] = base
         return base
+
+
+def samples(batch: Batch) -> int:
+    """Requests of a batch that get a token: its decodes, and the chunks that complete a prefill."""
+    done = batch.decodes
+    for chunk in batch.chunks:
+        done += chunk.start + chunk.tokens == chunk.request.prompt + chunk.request.emitted
+    return done
 
 
 def shipped() -> dict[str, Path]:

@@ -16,6 +16,7 @@ from sim.request import Batch, Request
 TRUTH = {
     "step": 4e-3,
     "decode_step": 1e-3,
+    "sample": 3e-3,
     "chunk": 2e-3,
     "sequence": 1e-4,
     "context": 1e-6,
@@ -61,6 +62,8 @@ def truth(one: Row) -> float:
     seconds = TRUTH["step"] + linear(one["decodes"] + one["prefill_tokens"])
     if one["decodes"] > 0:
         seconds += TRUTH["decode_step"]
+    if one.get("samples", 1) > 0:
+        seconds += TRUTH["sample"]
     seconds += TRUTH["chunk"] * one["chunks"] + TRUTH["sequence"] * (one["decodes"] + one["chunks"])
     seconds += TRUTH["context"] * one["context"] + TRUTH["prefill_attention"] * one["attention"]
     return seconds + TRUTH["prefill_context"] * one["prefill_context"]
@@ -146,10 +149,11 @@ def predicted(profile: Profile, rows: Rows) -> np.ndarray[Any, np.dtype[np.float
     linear = np.array([terms.tokens.at(tokens) for tokens in (rows["decodes"] + rows["prefill_tokens"]).tolist()])
     few = np.zeros(len(linear))
     if terms.few is not None:
-        few = np.array([terms.few.at(requests) for requests in (rows["decodes"] + rows["chunks"]).tolist()])
+        few = np.array([terms.few.at(count) if count else 0.0 for count in rows.samples.tolist()])
     return profile.scale * (
         terms.step
         + terms.decode_step * (rows["decodes"] > 0)
+        + terms.sample * (rows.samples > 0)
         + terms.chunk * rows["chunks"]
         + terms.sequence * (rows["decodes"] + rows["chunks"])
         + terms.context * rows["context"]

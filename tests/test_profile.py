@@ -92,6 +92,23 @@ def test_decodes_and_chunks_add_up() -> None:
     assert hand(Point(16, 128, ((0, 497),)), context=2048) == expected
 
 
+def test_only_requests_that_get_a_token_are_sampled() -> None:
+    """A chunk in the middle of its prompt costs no sampling; `few` is of the tokens sampled, level beyond its end."""
+    tokens = {"knots": [1, 2], "seconds": [0.0, 0.0]}
+    few = {"knots": [1, 2, 4, 5], "seconds": [0.0, 0.5, 1.0, 1.0]}
+    one = Profile.model_validate(PROFILE | {"coefficients": {"sample": 8.0, "tokens": tokens, "few": few}})
+
+    def seconds(point: Point) -> float:
+        return float(ProfileLatency(one).execute(batch(point, 16, np.random.default_rng(3))[0]).seconds[0])
+
+    assert seconds(Point(chunks=((32, 16),), unfinished=True)) == 0.0
+    assert seconds(Point(chunks=((32, 16),))) == 8.0
+    assert seconds(Point(1, 32, ((32, 16),), unfinished=True)) == 8.0
+    assert seconds(Point(1, 32, ((32, 16),))) == 8.5
+    assert seconds(Point(3, 32)) == 8.75
+    assert seconds(Point(64, 32)) == 9.0
+
+
 def test_scale_multiplies_it_all() -> None:
     """`scale` applies to the sum."""
     point = Point(8, 100, ((32, 50),))
