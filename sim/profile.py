@@ -7,8 +7,8 @@ An iteration lasts
 
 with T tokens in the batch, n requests, s of them that get a token (the rest are in the middle of their prompts), C KV
 tokens of the decodes, A the sum over chunks of m·(m0 + m/2), and K the sum of m0 + m (KV that chunks read). `tokens` is
-piecewise linear and never falls; so is `few`, what the first tokens of a batch take beyond `sequence` each, constant from
-its last knot on. All coefficients are seconds and ≥ 0.
+piecewise linear and never falls; so is `few`, what the first tokens of a batch take beyond `sequence` each, constant
+from its last knot on. All coefficients are seconds and ≥ 0.
 A profile is a TOML file; `name` is that of a shipped one or a path.
 """
 
