@@ -89,7 +89,8 @@ def fit(
     ----------
     measurements
         A table that `calibrate measure` wrote, or anyone's: parquet, CSV or JSON lines with the columns decodes,
-        context, chunks, prefill_tokens, attention, prefill_context and seconds.
+        context, chunks, prefill_tokens, attention, prefill_context and seconds, and samples (requests that got a token)
+        where some got none.
     to
         The profile to write, *.toml; `latency.name` is then its path.
     model

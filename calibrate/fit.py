@@ -86,6 +86,15 @@ def fit(
     )
 
 
+def can_fit() -> bool:
+    """Whether scipy is here; a machine with a GPU may lack it."""
+    try:
+        import scipy.optimize  # noqa: F401
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
 def _knots(rows: Rows) -> list[int]:
     """Where the linear layers may bend: the usual places that were measured, from the smallest batch to the largest.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from io import BytesIO
 from typing import Any
 
@@ -17,10 +16,10 @@ def files(best: Validation, result: Mapping[str, Any]) -> dict[str, bytes]:
         "validation.json": output.as_json(result).encode(),
         "scenario.toml": best.scenario.to_toml().encode(),
     }
-    if find_spec("polars") is None:
+    try:
+        import polars as pl
+    except ModuleNotFoundError:
         return kept | {"validation_steps.json": output.as_json(best.steps).encode()}
-    import polars as pl
-
     steps = pl.DataFrame({name: values for name, values in best.steps.items() if values})
     buffer = BytesIO()
     steps.write_parquet(buffer)

@@ -46,7 +46,7 @@ def profile(one: Profile) -> RenderableType:
         table,
         "",
         f"errors on batches held out ({errors.rows} rows): median {errors.held_out_median:.1%}, "
-        f"P90 {errors.held_out_p90:.1%}, total {errors.held_out_bias:+.1%}",
+        f"P90 {errors.held_out_p90:.1%}, total {_signed(errors.held_out_bias)}",
         f"measured up to {valid.tokens:,} tokens and {valid.sequences:,} requests a batch, {valid.context_tokens:,} KV "
         f"tokens a decode, {valid.prefill_context_tokens:,} a chunk; beyond that it extrapolates, and a run says so",
         *(Text(f"· {key}: {_shown(value)}", style="dim") for key, value in one.provenance.items()),
@@ -122,7 +122,7 @@ def _table(*headings: str) -> Table:
 
 
 def _signed(value: float | None) -> str:
-    return percent(None) if value is None else f"{value:+.1%}"
+    return percent(None) if value is None else f"{round(value, 3) + 0.0:+.1%}"  # no minus before a zero
 
 
 def _shown(value: object) -> str:

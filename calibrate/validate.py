@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from calibrate.fit import fit
+from calibrate.fit import can_fit, fit
 from calibrate.grid import Limits, Point, grid
 from calibrate.measure import Measurable, interleaved
 from calibrate.rows import Row, Rows, row
@@ -207,7 +206,7 @@ def _profile_of(rows: list[Row], anchors: Iterator[Row], points: list[Point], pl
     while len(rows) < max(FEWEST, 2 * len(points)):
         rows.append(next(anchors))
     latency = planned.scenario.latency
-    if find_spec("scipy") is None and isinstance(latency, ProfileTable):
+    if isinstance(latency, ProfileTable) and not can_fit():
         known = load(latency.name, planned.scenario.directory)  # nothing to fit with: its times, scaled to these
         predicted = sum(_predicted(known, one) for one in rows)
         return known.model_copy(update={"scale": known.scale * sum(one["seconds"] for one in rows) / predicted})

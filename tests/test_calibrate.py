@@ -577,7 +577,7 @@ def test_a_machine_without_polars_measures(tmp_path: Path) -> None:
 
 def test_anyones_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The documented columns are enough, in any order and among others; model and device are asked for."""
-    names = [*reversed(REQUIRED)]
+    names = [*reversed(REQUIRED), "samples"]
     frame = pl.DataFrame({name: clean()[name] for name in names}).with_columns(pl.lit("x").alias("machine"))
     frame.write_csv(tmp_path / "m.csv")
     to = tmp_path / "mine.toml"
@@ -591,6 +591,15 @@ def test_anyones_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     found = load(str(to), Path())
     assert (found.name, found.model, found.device) == ("mine", "m", "d")
     assert_is_truth(found)
+
+
+def test_a_table_that_does_not_tell_who_was_sampled() -> None:
+    """Then every request was, and what sampling takes is part of the step."""
+    all_sampled = clean().where(clean().samples == clean()["decodes"] + clean()["chunks"])
+    columns = {name: values for name, values in all_sampled.columns.items() if name != "samples"}
+    found = fitted(Rows(columns, {}))
+    assert found.coefficients.sample == 0
+    assert found.coefficients.step == pytest.approx(TRUTH["step"] + TRUTH["sample"], rel=1e-6)
 
 
 GOOD = pl.DataFrame({name: [1.0, 2.0, 3.0] for name in REQUIRED})
@@ -703,7 +712,9 @@ def test_measure_fit_show(tmp_path: Path, scenario: str, capsys: pytest.CaptureF
         assert f"{term} {found['coefficients'][term]:.3g} {low:.3g} to {high:.3g} {unit}" in shown
     assert "llama-40m on cpu, tensor parallel 1" in shown
     assert "measured up to 256 tokens and 4 requests a batch" in shown
-    assert "median 0.0%, P90 0.0%, total +0.0%" in shown
+    errors = found["errors"]
+    assert f"median {errors['held_out_median']:.1%}, P90 {errors['held_out_p90']:.1%}, total " in shown
+    assert (errors["held_out_median"], errors["held_out_p90"]) == pytest.approx((0, 0), abs=5e-4)
     assert "· source: measured by servecast" in shown
 
 
