@@ -46,7 +46,7 @@ class Affine:
             + self.context * batch.context
             + self.prefill_attention * batch.attention
         )
-        return Step((seconds,) * self.stages, self.hop)
+        return Step((seconds,) if self.stages == 1 else (seconds,) * self.stages, self.hop)
 
     def spent(self) -> None:
         """Coefficients do not say what the time is spent on."""

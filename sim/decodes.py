@@ -91,11 +91,15 @@ class Decodes:
             self._settle_late(batch, now)
         self.last = now
         gaps = self.peak_gaps
-        while gaps and gaps[-1] <= gap:
-            gaps.pop()
-            self.peak_steps.pop()
-        gaps.append(gap)
-        self.peak_steps.append(step)
+        if gaps and gaps[-1] <= gap:
+            while len(gaps) > 1 and gaps[-2] <= gap:
+                gaps.pop()
+                self.peak_steps.pop()
+            gaps[-1] = gap
+            self.peak_steps[-1] = step
+        else:
+            gaps.append(gap)
+            self.peak_steps.append(step)
         finished = self.finishing.pop(step, None)
         if finished is None:
             return []

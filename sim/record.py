@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from math import inf, nan
 from struct import Struct
 
@@ -66,18 +67,16 @@ class Record:
         self.reasons[request.id] = reason
         self.done += 1
 
-    def admitted(self, batch: Batch) -> None:
-        """Requests of its chunks were scheduled, for the first time or again."""
-        for chunk in batch.chunks:
-            request = chunk.request
-            if not chunk.start and request.scheduled is not None:
+    def admitted(self, requests: Iterable[Request]) -> None:
+        """Requests were scheduled for the first time."""
+        for request in requests:
+            if request.scheduled is not None:
                 self.scheduled[request.id] = request.scheduled
 
     def committed(self, replica: int, batch: Batch) -> None:
         """A batch emitted its tokens."""
-        for chunk in batch.chunks:
-            if chunk.request.first_token is not None:
-                self.first_token[chunk.request.id] = chunk.request.first_token
+        for request in batch.first:
+            self.first_token[request.id] = batch.end
         self.iterations += 1
         self.last_commit = batch.end
         self.busy += sum(batch.seconds)

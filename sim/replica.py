@@ -112,8 +112,8 @@ class Replica:
                 batch.stage_ends.append(end)
                 ready = end + step.hop
             batch.end = batch.stage_ends[-1]
-        if batch.chunks:
-            self.record.admitted(batch)
+        if batch.admitted:
+            self.record.admitted(batch.admitted)
 
     def next_change(self, *, idle: bool) -> simpy.Event:
         """With room in the pipeline: the next commit or release of stage 1, or an arrival where it is `idle`."""

@@ -86,12 +86,14 @@ class Batch:
     """
 
     __slots__ = (
+        "admitted",
         "attention",
         "blocks_used",
         "chunks",
         "context",
         "decodes",
         "end",
+        "first",
         "gap",
         "gap_count",
         "group",
@@ -120,6 +122,8 @@ class Batch:
         self.attention = 0.0
         self.preempted = 0
         self.gap_count = 0
+        self.admitted: Sequence[Request] = ()  # for the first time, with this batch
+        self.first: Sequence[Request] = ()  # whose first token came with it
         self.other_gaps: Sequence[float] = ()
 
     def add(self, request: Request, tokens: int) -> None:

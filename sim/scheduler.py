@@ -143,14 +143,20 @@ class Scheduler:
             batch.context = group.context
         self.decoding = None
 
-    def resume(self, batch: Batch, budget: int) -> None:
-        """The next chunk of each unfinished prompt, in order of admission, until the batch holds `budget` tokens."""
+    def resume(self, batch: Batch, budget: int) -> int:
+        """The next chunk of each unfinished prompt, in order of admission, until the batch holds `budget` tokens.
+
+        Returns what is left of the budget.
+        """
         left = budget - batch.decodes
         while self.unfinished and left > 0:
             request = self.unfinished.pop(0)
-            tokens = min(request.prompt + request.emitted - request.computed, left)
+            tokens = request.prompt + request.emitted - request.computed
+            if tokens > left:
+                tokens = left
             batch.add(request, tokens)
             left -= tokens
+        return left
 
     def admit(self, batch: Batch, budget: float, *, chunked: bool) -> None:
         """New requests from the head of the queue while memory, sequences and `budget` allow.
@@ -171,6 +177,7 @@ class Scheduler:
             request.admission = self.admissions
             if request.scheduled is None:
                 request.scheduled = self.now
+                batch.admitted = [*batch.admitted, request]
             if tokens > left:
                 tokens = int(left)
             batch.add(request, tokens)
@@ -182,6 +189,7 @@ class Scheduler:
         """A prefill is complete, so a token comes with it: the first, or the next after a preemption. Last one?"""
         if request.first_token is None:
             request.first_token = now
+            batch.first = [*batch.first, request]
         else:
             gap = now - request.last_token
             request.longest_gap = max(request.longest_gap, gap)

@@ -21,6 +21,7 @@ import naive
 from sim import Scenario, simulate
 from sim.policies import POLICIES
 from sim.report import Report
+from sim.simulate import workload
 
 AFFINE = """
 kind = "affine"
@@ -38,17 +39,21 @@ name = "mistral-7b"
 name = "a100-80gb-sxm"
 [engine]
 num_blocks = 100_000
+[scheduler]
+token_budget = 640
 [latency]
 {latency}
 [workload]
-requests = 2_000
+requests = 8_000
 [workload.arrivals]
 kind = "poisson"
-rate = 4.5
+rate = 7.0
 [workload.lengths]
-kind = "dataset"
-name = "openchat-sharegpt4"
+{lengths}
 """
+CHAT = 'kind = "dataset"\nname = "openchat-sharegpt4"'  # prompts of 2,340 tokens on average: a chunk in every iteration
+SHORT = 'kind = "uniform"\nprompt = [100, 900]\noutput = [100, 900]'
+ROOFLINE = 'kind = "roofline"'
 
 
 def bare_loop(events: int = 300_000) -> float:
@@ -66,9 +71,10 @@ def bare_loop(events: int = 300_000) -> float:
 
 
 def measured(scenario: Scenario, *, keep_steps: bool = False) -> tuple[float, Report]:
-    """Process seconds of one run, the workload's making included."""
+    """Process seconds of one run, its workload made before."""
+    requests = workload(scenario)
     start = time.process_time()
-    report = simulate(scenario, keep_steps=keep_steps)
+    report = simulate(scenario, keep_steps=keep_steps, requests=requests)
     return time.process_time() - start, report
 
 
@@ -84,21 +90,26 @@ def policies() -> None:
     """Every policy, with both latency models, and a pipeline of two stages."""
     bare = max(bare_loop() for _ in range(3))
     print(f"bare SimPy timeouts: {bare:,.0f} a second\n")
-    print(f"{'':34}{'iterations/s':>14}{'of bare':>9}{'mean batch':>12}")
-    for latency, table in (("affine", AFFINE), ("roofline", 'kind = "roofline"')):
-        scenario = Scenario.from_toml(SCENARIO.format(latency=table))
-        for policy in POLICIES:
-            for stages in (1, 2) if policy == "stall-free" else (1,):
-                one = scenario.with_(scheduler__policy=policy, deployment__pipeline_parallel=stages)
-                rate, batch = iterations(one)
-                print(f"{f'{latency}, {policy}, {stages} stage':34}{rate:>14,.0f}{rate / bare:>9.3f}{batch:>12.0f}")
-        rate, batch = iterations(scenario, keep_steps=True)
-        print(f"{f'{latency}, stall-free, step table':34}{rate:>14,.0f}{rate / bare:>9.3f}{batch:>12.0f}")
+    print(f"{'':42}{'iterations/s':>14}{'of bare':>9}{'mean batch':>12}")
+    for latency, table in (("affine", AFFINE), ("roofline", ROOFLINE)):
+        for name, lengths in (("short", SHORT), ("chat", CHAT)):
+            scenario = Scenario.from_toml(SCENARIO.format(latency=table, lengths=lengths))
+            for policy in POLICIES if name == "short" else ("stall-free",):
+                for stages in (1, 2) if policy == "stall-free" else (1,):
+                    one = scenario.with_(scheduler__policy=policy, deployment__pipeline_parallel=stages)
+                    tell(f"{latency}, {name}, {policy}, {stages} stage", iterations(one), bare)
+        tell(f"{latency}, {name}, stall-free, step table", iterations(scenario, keep_steps=True), bare)
+
+
+def tell(what: str, found: tuple[float, float], bare: float) -> None:
+    """A line of the table."""
+    rate, batch = found
+    print(f"{what:42}{rate:>14,.0f}{rate / bare:>9.3f}{batch:>12.0f}")
 
 
 def whole_run() -> None:
     """A warm run of 1,000 requests from scenario to summary."""
-    scenario = Scenario.from_toml(SCENARIO.format(latency='kind = "roofline"')).with_(workload__requests=1_000)
+    scenario = Scenario.from_toml(SCENARIO.format(latency=ROOFLINE, lengths=CHAT)).with_(workload__requests=1_000)
 
     def once() -> float:
         start = time.process_time()
@@ -110,12 +121,19 @@ def whole_run() -> None:
 
 def against_naive() -> None:
     """The naive reference of the tests on the same requests: a loop over the running requests."""
-    scenario = Scenario.from_toml(SCENARIO.format(latency=AFFINE)).with_(workload__requests=300)
+    scenario = Scenario.from_toml(SCENARIO.format(latency=AFFINE, lengths=CHAT)).with_(workload__requests=300)
     seconds, report = measured(scenario)
     work, limits = report.workload, report.plan.deployment.limits
     assert work.arrivals is not None
     settings = naive.Settings(
-        limits.policy, limits.num_blocks, step=0.012, token=6e-5, sequence=2e-5, context=3e-8, prefill_attention=1e-9
+        limits.policy,
+        limits.num_blocks,
+        token_budget=limits.token_budget,
+        step=0.012,
+        token=6e-5,
+        sequence=2e-5,
+        context=3e-8,
+        prefill_attention=1e-9,
     )
     requests = list(zip(work.arrivals.tolist(), work.prompts.tolist(), work.outputs.tolist(), strict=True))
     start = time.process_time()
@@ -127,7 +145,7 @@ def against_naive() -> None:
 
 def million(requests: int = 1_000_000, replicas: int = 64) -> None:
     """A million requests on 64 replicas, and a quarter of them for the cost per request."""
-    scenario = Scenario.from_toml(SCENARIO.format(latency=AFFINE)).with_(
+    scenario = Scenario.from_toml(SCENARIO.format(latency=AFFINE, lengths=CHAT)).with_(
         deployment__replicas=replicas, workload__arrivals__rate=2.0 * replicas
     )
     for count in (requests // 4, requests):
