@@ -17,7 +17,8 @@ from sim import output
 from sim.errors import BadInput
 from sim.options import Options, answer, needing_torch, progress, say
 from sim.profile import load
-from sim.simulate import plan
+from sim.scenario import Scenario
+from sim.simulate import Plan, plan
 
 
 def measure(
@@ -38,13 +39,8 @@ def measure(
     """
     one = options.scenario(scenario)
     rows.check_writable(to)
-    engine = needing_torch("gpu_backend.engine", "calibrate measure")
     machine = needing_torch("gpu_backend.machine", "calibrate measure")
-    planned = plan(one)
-    try:
-        executor = engine.executor(planned)()
-    except BadInput as error:
-        raise one.blame(error) from None
+    planned, executor = _engine(one, "calibrate measure")
     limits = measuring.limits_of(planned)
     points = grid(limits)
     kept = to.with_name(to.name + ".partial")
@@ -164,13 +160,11 @@ def validate(scenario: str, *, anchor: bool = False, attempts: int = 1, options:
         raise BadInput(f"{attempts} must be from 1 to 100", source="--attempts")
     if options.clock != "virtual":
         raise BadInput("the two are compared on the virtual clock", source="--clock")
-    engine = needing_torch("gpu_backend.engine", "validate")
-    planned = plan(one)
-    try:
-        executor = engine.executor(planned)()
-    except BadInput as error:
-        raise one.blame(error) from None
-    beside = engine.twin(executor, planned.scenario.torch, planned.deployment.limits.num_blocks) if anchor else None
+    planned, executor = _engine(one, "validate")
+    beside = None
+    if anchor:
+        twin = needing_torch("gpu_backend.engine", "validate").twin
+        beside = twin(executor, planned.scenario.torch, planned.deployment.limits.num_blocks)
     done = []
     for number in range(attempts):
         with progress(f"attempt {number + 1} of {attempts}") as advance:
@@ -180,6 +174,15 @@ def validate(scenario: str, *, anchor: bool = False, attempts: int = 1, options:
     if options.out:
         output.write(options.out, files_of.files(best, result))
     answer(options, one, result, lambda _: _page(done, best))
+
+
+def _engine(scenario: Scenario, command: str) -> tuple[Plan, Any]:
+    """The plan of a scenario and the engine that executes it. BadInput names where its key came from."""
+    planned = plan(scenario)
+    try:
+        return planned, needing_torch("gpu_backend.engine", command).executor(planned)()
+    except BadInput as error:
+        raise scenario.blame(error) from None
 
 
 def _page(done: list[validation.Validation], best: validation.Validation) -> Any:
