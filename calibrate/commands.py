@@ -43,7 +43,8 @@ def measure(
     planned, executor = _engine(one, "calibrate measure")
     limits = measuring.limits_of(planned)
     points = grid(limits)
-    kept = to.with_name(to.name + ".partial")
+    assert planned.model is not None  # or there would be no engine
+    kept = to.with_name(f"{to.name}.{planned.model.name}.partial")  # another model's must not go on from it
     if fresh:
         kept.unlink(missing_ok=True)
     say(f"{len(points)} batches; up to {limits.batch_tokens} tokens, {limits.sequences} requests")
@@ -57,7 +58,6 @@ def measure(
             clock_mhz=lambda: machine.clock_mhz(executor.device),
             progress=advance,
         )
-    assert planned.model is not None
     provenance = machine.describe(executor.device) | {
         "source": "measured by servecast",
         "model": planned.model.name,
