@@ -11,8 +11,10 @@ from rich.text import Text
 
 from calibrate.validate import Validation
 from sim.profile import TERMS, Profile
+from sim.roofline import Figures
 from sim.show import percent, seconds
 
+UNKNOWN = "other dtypes, other engines and versions, memory that other processes use"
 UNITS = {
     "step": "per iteration",
     "decode_step": "per iteration with decodes",
@@ -27,6 +29,27 @@ UNITS = {
 
 def profile(one: Profile) -> RenderableType:
     """Where a profile comes from, what it says, and how far it holds."""
+    valid, known = one.validity, one.provenance
+    parallel = f"tensor parallel {one.tensor_parallel}, pipeline parallel {one.pipeline_parallel}"
+    return Group(
+        Text(one.name, style="bold"),
+        Text(f"{one.model} on {one.device}, {parallel}", style="dim"),
+        "",
+        _terms(one) if one.coefficients is not None else _figures(one),
+        "",
+        _residuals(one) if one.residuals else "",
+        f"errors: {one.trust}",
+        "" if one.errors is None else f"in total, on what was held out: {_signed(one.errors.held_out_bias)}",
+        f"data up to {valid.tokens:,} tokens and {valid.sequences:,} requests a batch, {valid.context_tokens:,} KV "
+        f"tokens a decode, {valid.prefill_context_tokens:,} a chunk; beyond that it extrapolates, and a run says so",
+        *(Text(f"· {key}: {_shown(value)}", style="dim") for key, value in known.items()),
+        Text("" if "does_not_know" in known else f"· does not know: {UNKNOWN}", style="dim"),
+    )
+
+
+def _terms(one: Profile) -> Table:
+    """The coefficients of measured iterations, with what resampling says of them."""
+    assert one.coefficients is not None
     table = _table("term", ">seconds", ">90 % of resamples", "")
     for term in TERMS:
         low, high = one.intervals.get(term, (None, None))
@@ -38,20 +61,29 @@ def profile(one: Profile) -> RenderableType:
     if (few := one.coefficients.few) is not None:
         for knot in few.knots[1:-1:2]:
             table.add_row(f"{knot} sampled", f"{few.at(knot):.3g}", "", "of few tokens, beyond the terms above")
-    errors, valid = one.errors, one.validity
-    return Group(
-        Text(one.name, style="bold"),
-        Text(f"{one.model} on {one.device}, tensor parallel {one.tensor_parallel}", style="dim"),
-        "",
-        table,
-        "",
-        f"errors on batches held out ({errors.rows} rows): median {errors.held_out_median:.1%}, "
-        f"P90 {errors.held_out_p90:.1%}, total {_signed(errors.held_out_bias)}",
-        f"measured up to {valid.tokens:,} tokens and {valid.sequences:,} requests a batch, {valid.context_tokens:,} KV "
-        f"tokens a decode, {valid.prefill_context_tokens:,} a chunk; beyond that it extrapolates, and a run says so",
-        *(Text(f"· {key}: {_shown(value)}", style="dim") for key, value in one.provenance.items()),
-        Text("· does not know: pipelines, other dtypes, other engines, memory that other processes use", style="dim"),
-    )
+    return table
+
+
+def _figures(one: Profile) -> Table:
+    """The fitted figures of the roofline model, beside the ones it has without a fit."""
+    assert one.roofline is not None
+    table = _table("figure", ">here", ">interval", ">without a fit")
+    for name, field in Figures.model_fields.items():
+        value = getattr(one.roofline, name)
+        low, high = one.intervals.get(name, (None, None))
+        between = "–" if low is None or high is None else f"{low:.3g} to {high:.3g}"
+        table.add_row(name, _shown(value), between, _shown(field.default))
+    return table
+
+
+def _residuals(one: Profile) -> Table:
+    """What it was fitted to or is beside, and what it says."""
+    table = _table("figure", ">published", ">predicted", ">error", "")
+    for residual in one.residuals:
+        cells = (f"{residual.published:.3g}", f"{residual.predicted:.3g}")
+        error = _signed(residual.predicted / residual.published - 1 if residual.published else None)
+        table.add_row(residual.what, *cells, error, residual.unit + ("" if residual.fitted else ", not fitted"))
+    return table
 
 
 def validation(attempts: Sequence[Validation], best: Validation) -> RenderableType:
@@ -126,4 +158,4 @@ def _signed(value: float | None) -> str:
 
 
 def _shown(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -208,6 +208,8 @@ def _profile_of(rows: list[Row], anchors: Iterator[Row], points: list[Point], pl
     latency = planned.scenario.latency
     if isinstance(latency, ProfileTable) and not can_fit():
         known = load(latency.name, planned.scenario.directory)  # nothing to fit with: its times, scaled to these
+        if known.coefficients is None:
+            raise BadInput("anchors need a profile of the form [coefficients], or scipy", key="[latency] name")
         predicted = sum(_predicted(known, one) for one in rows)
         return known.model_copy(update={"scale": known.scale * sum(one["seconds"] for one in rows) / predicted})
     assert planned.model is not None
@@ -226,6 +228,7 @@ def _steps(beside: Beside, profile: Profile | None) -> dict[str, list[float]]:
 def _predicted(profile: Profile, one: Row) -> float:
     """What a profile says of a batch that is known by its row."""
     terms = profile.coefficients
+    assert terms is not None  # a profile of the roofline form is of no engine here
     counts = terms.seconds(*(int(one[name]) for name in ("decodes", "chunks", "prefill_tokens", "samples")))
     work = terms.context * one["context"] + terms.prefill_attention * one["attention"]
     return profile.scale * (counts + work + terms.prefill_context * one["prefill_context"])

@@ -64,7 +64,9 @@ def profiles() -> list[Row]:
                 "name": name,
                 "model": profile.model,
                 "device": profile.device,
-                "held_out_median": profile.errors.held_out_median,
+                "tensor_parallel": profile.tensor_parallel,
+                "pipeline_parallel": profile.pipeline_parallel,
+                "trust": profile.trust,
                 "source": str(profile.provenance.get("source", "")),
             }
         )

@@ -9,6 +9,8 @@ with T tokens in the batch, n requests, s of them that get a token (the rest are
 tokens of the decodes, A the sum over chunks of m·(m0 + m/2), and K the sum of m0 + m (KV that chunks read). `tokens` is
 piecewise linear and never falls; so is `few`, what the first tokens of a batch take beyond `sequence` each, constant
 from its last knot on. All coefficients are seconds and ≥ 0.
+A profile of the other form has the figures of the roofline model (`sim.roofline`), fitted: efficiencies of a stack on
+its devices. It reaches where no iteration was measured one by one: pipelines, and what was published of a system.
 A profile is a TOML file; `name` is that of a shipped one or a path.
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 import tomllib
 from bisect import bisect_right
 from importlib import resources
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,7 +27,9 @@ from pydantic import Field, ValidationError, model_validator
 
 from sim.errors import BadInput, shown, unknown
 from sim.executor import Step
+from sim.hardware import Device, Model
 from sim.request import Batch
+from sim.roofline import Figures, Roofline
 from sim.settings import describe
 from sim.table import Count, NonNegative, Positive, Table
 
@@ -104,8 +109,24 @@ class Errors(Table):
     held_out_bias: float
 
 
+class Residual(Table):
+    """One thing that a profile of the roofline form was fitted to, or is shown beside."""
+
+    what: str
+    unit: str
+    published: NonNegative
+    predicted: NonNegative
+    fitted: bool = True  # or only compared
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is from the published figure, relative to it."""
+        return abs(self.predicted / self.published - 1) if self.published else 0.0
+
+
 class Profile(Table):
-    """A fitted latency model, with where it comes from and how far it holds."""
+    """A fitted latency model, with where it comes from and how far it holds: exactly one of `coefficients` (of measured
+    iterations) and `roofline`."""
 
     name: str
     model: str
@@ -113,17 +134,91 @@ class Profile(Table):
     tensor_parallel: Count = 1
     pipeline_parallel: Count = 1
     scale: Positive = 1.0
-    coefficients: Coefficients
+    coefficients: Coefficients | None = None
+    roofline: Figures | None = None
     validity: Validity
-    errors: Errors
+    errors: Errors | None = None
     intervals: dict[str, Pair] = Field(default_factory=dict)  # 90 %, over resamples of the measurements
     provenance: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    residuals: list[Residual] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Profile:
+        if (self.coefficients is None) == (self.roofline is None):
+            raise ValueError("give exactly one of [coefficients] and [roofline]")
+        if self.coefficients is not None and self.errors is None:
+            raise ValueError("[coefficients] come with [errors]")
+        if self.coefficients is not None and self.pipeline_parallel > 1:
+            raise ValueError("a pipeline needs the form [roofline]")
+        return self
+
+    @property
+    def trust(self) -> str:
+        """How near it comes to what it was fitted to."""
+        if self.errors is not None:
+            half, most = self.errors.held_out_median, self.errors.held_out_p90
+            return f"within {half:.1%} of half and {most:.1%} of nine tenths of the measurements held out"
+        errors = sorted(one.error for one in self.residuals if one.fitted)
+        if not errors:
+            return "nothing to compare it with"
+        middle, most = errors[len(errors) // 2], errors[-1]
+        return f"within {middle:.0%} of half and {most:.0%} of all of the {len(errors)} figures it was fitted to"
+
+    def beyond(self, seen: dict[str, int]) -> list[str]:
+        """A note where a run left the range of the measurements: `seen` are the largest values of each in it."""
+        limits = self.validity.model_dump()
+        beyond = [
+            f"{name.replace('_', ' ')} up to {seen[name]:,} (measured up to {limit:,})"
+            for name, limit in limits.items()
+            if seen[name] > limit
+        ]
+        return [f"profile {self.name!r} is extrapolated: {'; '.join(beyond)}"] if beyond else []
+
+
+class ProfileRoofline(Roofline):
+    """Executes by the roofline model with a profile's figures, and remembers how far beyond its data it went."""
+
+    def __init__(self, profile: Profile, model: Model, device: Device) -> None:
+        assert profile.roofline is not None
+        super().__init__(profile.roofline, model, device, profile.tensor_parallel, profile.pipeline_parallel)
+        self.profile = profile
+        self.scale = profile.scale
+        self.longest_decode = 0.0
+        self.longest_chunk = self.most_tokens = self.most_rows = 0
+
+    def execute(self, batch: Batch) -> Step:
+        """The batch's time on each stage."""
+        step = super().execute(batch)
+        decodes = batch.decodes
+        if decodes and batch.context > self.longest_decode * decodes:
+            self.longest_decode = batch.context / decodes
+        for chunk in batch.chunks:
+            if chunk.start + chunk.tokens > self.longest_chunk:
+                self.longest_chunk = chunk.start + chunk.tokens
+        if decodes + batch.prefill_tokens > self.most_tokens:
+            self.most_tokens = decodes + batch.prefill_tokens
+        if decodes + len(batch.chunks) > self.most_rows:
+            self.most_rows = decodes + len(batch.chunks)
+        if self.scale == 1.0:
+            return step
+        return Step(tuple(seconds * self.scale for seconds in step.seconds), step.hop)
+
+    def notes(self) -> list[str]:
+        """Where the run left the range of the measurements."""
+        seen = {
+            "tokens": self.most_tokens,
+            "sequences": self.most_rows,
+            "context_tokens": ceil(self.longest_decode),
+            "prefill_context_tokens": self.longest_chunk,
+        }
+        return self.profile.beyond(seen)
 
 
 class ProfileLatency:
     """Executes by a profile's formula, and remembers how far beyond its measurements it was asked to go."""
 
     def __init__(self, profile: Profile) -> None:
+        assert profile.coefficients is not None
         self.profile = profile
         self.terms = profile.coefficients
         self.scale = profile.scale
@@ -153,14 +248,7 @@ class ProfileLatency:
 
     def notes(self) -> list[str]:
         """Where the run left the range of the measurements."""
-        limits = self.profile.validity.model_dump()
-        beyond = [
-            f"{name.replace('_', ' ')} up to {self.seen[name]:,} (measured up to {limit:,})"
-            for name, limit in limits.items()
-            if self.seen[name] > limit
-        ]
-        name = self.profile.name
-        return [f"profile {name!r} is extrapolated: {'; '.join(beyond)}"] if beyond else []
+        return self.profile.beyond(self.seen)
 
     def _base(self, decodes: int, chunks: int, prefill_tokens: int, sampled: int) -> float:
         """What depends on counts alone."""

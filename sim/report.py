@@ -277,8 +277,4 @@ def times_from(scenario: Scenario, *, measured: bool = False) -> str:
             f"times: roofline from data-sheet figures (published) and kernel efficiencies (assumed), {host}; "
             "not calibrated, expect tens of per cent of error"
         )
-    errors = load(latency.name, scenario.directory).errors
-    return (
-        f"times: profile {latency.name} (fitted), within {errors.held_out_median:.1%} of half and "
-        f"{errors.held_out_p90:.1%} of nine tenths of the measurements held out"
-    )
+    return f"times: profile {latency.name} (fitted), {load(latency.name, scenario.directory).trust}"

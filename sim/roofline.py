@@ -9,6 +9,7 @@ tens of per cent of error, and use a calibrated profile where there is one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -21,23 +22,31 @@ from sim.table import Count, NonNegative, Table
 Share = Annotated[float, Field(gt=0, le=1)]
 MOST_SHAPES = 1 << 16  # kept at a time
 ACTIVATION_BYTES = 2  # of one element; activations are 16-bit whatever the weights are
+SMALLEST_TILE = 16  # rows of a tensor core's smallest product
 
 
-class RooflineTable(Table):
-    """[latency] kind = "roofline"."""
+class Figures(Table):
+    """What the model does not know from the catalogue."""
 
-    kind: Literal["roofline"]
     compute_efficiency: Share = 0.74
     """Of the peak FLOP/s, in large GEMMs. Median over Vidur's public profiles of Llama-2 7B/70B and CodeLlama-34B at
     2,048 and 4,096 tokens: A100 0.75, A40 0.75, H100 0.73."""
     memory_efficiency: Share = 0.75
     """Of the peak bandwidth. Median over the same profiles at 1 and 32 tokens: A100 0.73, A40 0.76, H100 0.76."""
+    kv_efficiency: Share | None = None
+    """Of the peak bandwidth, where attention reads the KV cache; `memory_efficiency` where it is not given."""
     attention_efficiency: Share = 0.6
     """Of the peak FLOP/s, in prefill attention. Assumed; FlashAttention-2 (Dao 2023) reports 0.5 to 0.73 on an A100."""
     link_efficiency: Share = 0.8
     """Of the link bandwidth, in collectives. Assumed."""
+    reduce_latency: NonNegative | None = None
+    """Seconds of an all-reduce beside its traffic; the device's figure where it is not given."""
+    overlap: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """The share of the shorter of arithmetic and memory traffic that linear layers hide behind the longer: 1 is the
+    roofline, with 0 they follow each other."""
     tile: Count = 128
-    """Tokens are computed in multiples of so many: the steps of Sarathi-Serve's Fig. 6 and of Vidur's profiles."""
+    """Tokens are computed in multiples of so many: the steps of Sarathi-Serve's Fig. 6 and of Vidur's profiles. Fewer
+    are computed in tiles of a power of two, from 16: what matrix kernels come in."""
     kernel: NonNegative = 3e-6
     """Seconds that each of three small kernels per layer (norms, activation) takes beside its traffic; the figure that
     aiconfigurator's system descriptions use."""
@@ -45,6 +54,12 @@ class RooflineTable(Table):
     """Host seconds per iteration and stage (scheduling, launching)."""
     sequence: NonNegative = 0.0
     """Host seconds per request in the batch and stage (sampling, detokenising)."""
+
+
+class RooflineTable(Figures):
+    """[latency] kind = "roofline"."""
+
+    kind: Literal["roofline"]
 
 
 @dataclass(slots=True)
@@ -63,7 +78,7 @@ class _Shape:
 class Roofline:
     """Executes by arithmetic: `tp` devices per stage, `pp` stages. All rates below are seconds per unit, per layer."""
 
-    def __init__(self, table: RooflineTable, model: Model, device: Device, tp: int = 1, pp: int = 1) -> None:
+    def __init__(self, table: Figures, model: Model, device: Device, tp: int = 1, pp: int = 1) -> None:
         model.check_parallel(tp, pp)
         self.table = table
         self.model = model
@@ -96,7 +111,8 @@ class Roofline:
         self.activation_step = 3 * table.kernel
         # attention: per pair of tokens, per KV token read
         self.pair = 4 * heads * model.head_dim / (device.float16_flops * table.attention_efficiency)
-        self.kv_read = model.kv_bytes_per_token(tp, layers=1) / bandwidth
+        reads = device.memory_bandwidth * (table.kv_efficiency or table.memory_efficiency)
+        self.kv_read = model.kv_bytes_per_token(tp, layers=1) / reads
         self.window = model.window
         self.windowed = model.windowed_layers / model.layers if model.window is not None else 0.0
         # all-reduces: a ring moves 2 (tp - 1) / tp of the data over each link
@@ -104,7 +120,8 @@ class Roofline:
         link = device.bandwidth_among(tp) * table.link_efficiency
         reduces = model.all_reduces_per_layer if tp > 1 else 0
         self.reduce_token = reduces * 2 * (tp - 1) / tp * vector / link
-        self.reduce_step = reduces * device.latency_among(tp)
+        latency = device.latency_among(tp) if table.reduce_latency is None else table.reduce_latency
+        self.reduce_step = reduces * latency
         # once per iteration: logits on the last stage, hand-over between stages, the host
         self.logits_row = model.lm_head_flops_per_row / tp / (device.float16_flops * table.compute_efficiency)
         self.logits_read = model.lm_head_bytes(tp) / bandwidth
@@ -192,17 +209,23 @@ class Roofline:
 
     def _linear(self, tokens: int) -> tuple[float, float]:
         """Seconds of one layer's linear layers, (bound by arithmetic, bound by reading weights)."""
-        tile = self.tile
         touched = self._experts_touched(tokens)
         each = tokens * self.active_experts / touched  # tokens of each expert
-        projected = -(-tokens // tile) * tile * self.projection_token
-        expert = touched * -(-each // tile) * tile * self.expert_token
-        expert_read = touched * self.expert_read
-        computed = (projected if projected > self.projection_read else 0.0) + (expert if expert > expert_read else 0.0)
-        read = (self.projection_read if projected <= self.projection_read else 0.0) + (
-            expert_read if expert <= expert_read else 0.0
-        )
+        projections = self._tiled(tokens) * self.projection_token, self.projection_read
+        experts = touched * self._tiled(each) * self.expert_token, touched * self.expert_read
+        exposed = 1 - self.table.overlap
+        computed = read = 0.0
+        for arithmetic, reading in (projections, experts):
+            computed += arithmetic if arithmetic > reading else exposed * arithmetic
+            read += reading if arithmetic <= reading else exposed * reading
         return computed, read
+
+    def _tiled(self, tokens: float) -> int:
+        """Rows that are computed for so many tokens."""
+        tile = self.tile
+        if tokens > tile // 2:
+            return ceil(tokens / tile) * tile
+        return min(tile, max(SMALLEST_TILE, 1 << (ceil(tokens) - 1).bit_length()))
 
     def _attention(self, batch: Batch) -> float:
         """Seconds of one layer's attention: each kernel's arithmetic or its reading of KV, whichever takes longer.

@@ -13,7 +13,7 @@ from sim.affine import Affine, AffineTable
 from sim.cluster import Deployment, Watch, serve
 from sim.errors import BadInput
 from sim.executor import Executor
-from sim.profile import Profile, ProfileLatency, load
+from sim.profile import Profile, ProfileLatency, ProfileRoofline, load
 from sim.report import Report
 from sim.roofline import Roofline, RooflineTable
 from sim.scenario import Scenario
@@ -169,19 +169,25 @@ def _executor(
         assert model is not None  # Scenario.check
         assert device is not None
         return partial(Roofline, latency, model, device, parallel.tensor_parallel, parallel.pipeline_parallel)
-    return partial(ProfileLatency, _profile(scenario, latency.name, model))
+    profile = _profile(scenario, latency.name, model)
+    if profile.coefficients is not None:
+        return partial(ProfileLatency, profile)
+    assert model is not None  # Scenario.check
+    assert device is not None
+    if device.name != profile.device:
+        what = f"profile {latency.name!r} is of {profile.device!r}, not {device.name!r}"
+        raise BadInput(what, key="[latency] name")
+    return partial(ProfileRoofline, profile, model, device)
 
 
 def _profile(scenario: Scenario, name: str, model: hardware.Model | None) -> Profile:
     """The profile, if it is of the model and the parallelism that the scenario has."""
     profile, parallel = load(name, scenario.directory), scenario.deployment
-    if parallel.pipeline_parallel > 1:
-        what = "profiles of pipelines are not supported by this version"
-        raise BadInput(what, key="[deployment] pipeline_parallel")
     if model is not None and profile.model != model.name:
         what = f"profile {name!r} was measured with {profile.model!r}, not {model.name!r}"
         raise BadInput(what, key="[latency] name")
-    if profile.tensor_parallel != parallel.tensor_parallel:
-        what = f"profile {name!r} was measured at {profile.tensor_parallel}, not {parallel.tensor_parallel}"
-        raise BadInput(what, key="[deployment] tensor_parallel")
+    for key in ("tensor_parallel", "pipeline_parallel"):
+        if (own := getattr(profile, key)) != (asked := getattr(parallel, key)):
+            what = f"profile {name!r} was measured at {own}, not {asked}"
+            raise BadInput(what, key=f"[deployment] {key}")
     return profile

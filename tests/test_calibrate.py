@@ -710,10 +710,12 @@ def test_measure_fit_show(tmp_path: Path, scenario: str, capsys: pytest.CaptureF
     for term, unit in UNITS.items():
         low, high = found["intervals"][term]
         assert f"{term} {found['coefficients'][term]:.3g} {low:.3g} to {high:.3g} {unit}" in shown
-    assert "llama-40m on cpu, tensor parallel 1" in shown
-    assert "measured up to 256 tokens and 4 requests a batch" in shown
+    assert "llama-40m on cpu, tensor parallel 1, pipeline parallel 1" in shown
+    assert "data up to 256 tokens and 4 requests a batch" in shown
     errors = found["errors"]
-    assert f"median {errors['held_out_median']:.1%}, P90 {errors['held_out_p90']:.1%}, total " in shown
+    half, most = f"{errors['held_out_median']:.1%}", f"{errors['held_out_p90']:.1%}"
+    assert f"errors: within {half} of half and {most} of nine tenths" in shown
+    assert "in total, on what was held out: " in shown
     assert (errors["held_out_median"], errors["held_out_p90"]) == pytest.approx((0, 0), abs=5e-4)
     assert "· source: measured by servecast" in shown
 

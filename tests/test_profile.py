@@ -14,10 +14,11 @@ from formula import PROFILE, SCENARIO, TRUTH, truth
 
 from calibrate.grid import Point, batch
 from calibrate.rows import row
+from sim import hardware
 from sim import profile as profiles
 from sim.__main__ import status
 from sim.affine import AffineTable
-from sim.profile import TERMS, Coefficients, Profile, ProfileLatency, Tokens, load
+from sim.profile import TERMS, Coefficients, Profile, ProfileLatency, ProfileRoofline, Tokens, load
 from sim.report import times_from
 from sim.roofline import RooflineTable
 from sim.scenario import Scenario
@@ -245,7 +246,7 @@ def refusal(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> st
         (changed(PROFILE, "coefficients.tokens", {"knots": [1, 1], "seconds": [0.0, 1.0]}), ("must ascend",)),
         (changed(PROFILE, "coefficients.tokens", {"knots": [1], "seconds": [0.0]}), ("knots",)),
         (changed(PROFILE, "validity.tokens", 0), ("[validity] tokens",)),
-        ({name: table for name, table in PROFILE.items() if name != "errors"}, ("[errors]", "required")),
+        ({name: table for name, table in PROFILE.items() if name != "errors"}, ("[coefficients] come with [errors]",)),
         ({}, ("required",)),
         (changed(PROFILE, "model", "mistral-7b"), ("[latency] name", "'mistral-7b', not 'llama-40m'")),
         (changed(PROFILE, "tensor_parallel", 2), ("[deployment] tensor_parallel", "measured at 2, not 1")),
@@ -360,3 +361,114 @@ def test_times_from_tells_the_kinds_apart(tmp_path: Path) -> None:
     for step, told in ((0.0, "no host time"), (0.01, "host time as given")):
         roofline = one.model_copy(update={"latency": RooflineTable(kind="roofline", step=step)})
         assert told in times_from(roofline)
+
+
+# The other form: fitted figures of the roofline model
+
+FITTED: Tables = {
+    "name": "fitted",
+    "model": "yi-34b",
+    "device": "a100-80gb-pcie",
+    "tensor_parallel": 2,
+    "pipeline_parallel": 2,
+    "roofline": {
+        "compute_efficiency": 0.5,
+        "overlap": 0.25,
+        "kv_efficiency": 0.6,
+        "step": 0.004,
+        "reduce_latency": 2e-5,
+    },
+    "validity": {"tokens": 64, "sequences": 4, "context_tokens": 4096, "prefill_context_tokens": 4096},
+    "residuals": [
+        {"what": "a", "unit": "s", "published": 1.0, "predicted": 1.1},
+        {"what": "b", "unit": "s", "published": 2.0, "predicted": 1.0, "fitted": False},
+    ],
+}
+PIPELINE: Tables = {
+    "model": {"name": "yi-34b"},
+    "device": {"name": "a100-80gb-pcie"},
+    "deployment": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "latency": {"kind": "profile", "name": "truth.toml"},
+    "workload": {
+        "requests": 40,
+        "arrivals": {"kind": "poisson", "rate": 2.0},
+        "lengths": {"kind": "uniform", "prompt": [1, 600], "output": [1, 60]},
+    },
+}
+
+
+def test_a_profile_of_figures_runs_as_the_roofline_with_them(tmp_path: Path) -> None:
+    """Pipelines too; only its notes and what it is called are different."""
+    by_profile = simulate(Scenario.load(written(tmp_path, FITTED, PIPELINE)))
+    direct = {"latency": {"kind": "roofline"} | FITTED["roofline"]}
+    by_hand = simulate(Scenario.load(written(tmp_path, FITTED, PIPELINE | direct)))
+    assert by_profile.requests.equals(by_hand.requests)
+    assert by_profile.steps.equals(by_hand.steps)
+    assert "within 10% of half and 10% of all of the 1 figures" in by_profile.summary["times_from"]
+
+
+def test_it_tells_what_it_extrapolates(tmp_path: Path) -> None:
+    """Batches of more tokens and requests than the data had, and longer prompts."""
+    small = changed(changed(FITTED, "validity.sequences", 1), "validity.prefill_context_tokens", 100)
+    (note,) = simulate(Scenario.load(written(tmp_path, small, PIPELINE))).record.notes
+    assert "tokens up to 512 (measured up to 64)" in note
+    assert "(measured up to 1)" in note
+    assert "(measured up to 100)" in note
+    assert "; context" not in note
+
+
+def test_its_scale_multiplies_the_stages(tmp_path: Path) -> None:
+    """Not the hop between them."""
+    one = Scenario.load(written(tmp_path, FITTED | {"scale": 2.0}, PIPELINE))
+    twice = simulate(one).columns("end_s")[0] - simulate(one).columns("start_s")[0]
+    once = simulate(Scenario.load(written(tmp_path, FITTED, PIPELINE)))
+    assert twice == pytest.approx(2 * (once.columns("end_s")[0] - once.columns("start_s")[0]), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("profile", "says"),
+    [
+        (changed(FITTED, "coefficients", PROFILE["coefficients"]), ("exactly one of",)),
+        ({key: value for key, value in FITTED.items() if key != "roofline"}, ("exactly one of",)),
+        (changed(FITTED, "roofline.memory_efficiency", 1.01), ("[roofline] memory_efficiency", "1.01")),
+        (changed(FITTED, "roofline.overlap", -0.1), ("[roofline] overlap",)),
+        (changed(FITTED, "roofline.kind", "roofline"), ("[roofline] kind", "unknown key")),
+        (changed(FITTED, "pipeline_parallel", 1), ("[deployment] pipeline_parallel", "measured at 1, not 2")),
+        (changed(FITTED, "device", "h100-sxm"), ("[latency] name", "'h100-sxm', not 'a100-80gb-pcie'")),
+        (changed(PROFILE, "pipeline_parallel", 2), ("pipeline",)),
+    ],
+)
+def test_bad_profiles_of_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], profile: Tables, says: tuple[str, ...]
+) -> None:
+    """Beyond physics, of two forms, of another device or pipeline."""
+    told = refusal(written(tmp_path, profile, PIPELINE), capsys)
+    assert all(part in told for part in says), told
+
+
+def test_overlap_hides_the_shorter_of_arithmetic_and_reading() -> None:
+    """1: the longer alone, 0: both, one after the other; in between linearly."""
+    point = Point(chunks=((0, 512),))
+
+    def seconds(overlap: float) -> float:
+        figures = FITTED["roofline"] | {"overlap": overlap, "step": 0.0}
+        one = Profile.model_validate(FITTED | {"roofline": figures})
+        model = hardware.model(hardware.ModelTable(name="yi-34b"), Path())
+        device = hardware.device(hardware.DeviceTable(name="a100-80gb-pcie"))
+        return sum(ProfileRoofline(one, model, device).execute(batch(point, 16, np.random.default_rng(3))[0]).seconds)
+
+    hidden, half, shown = seconds(1.0), seconds(0.5), seconds(0.0)
+    weights = 34.39e9 - 2 * 64000 * 7168  # parameters of the layers (the model's card), on two devices per stage
+    assert shown - hidden == pytest.approx(weights * 2 / 2 / (1935e9 * 0.75), rel=0.01)
+    assert half == pytest.approx((hidden + shown) / 2, rel=1e-9)
+
+
+def test_a_page_of_a_fitted_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Figures beside those without a fit, what it was fitted to and what it is only beside."""
+    written(tmp_path, FITTED)
+    assert status(["calibrate", "show", str(tmp_path / "truth.toml")]) == 0
+    told = capsys.readouterr().out
+    assert "compute_efficiency" in told
+    assert "+10.0%" in told
+    assert "-50.0%" in told
+    assert "not fitted" in told
