@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from calibrate.paper.figures import Figure as PaperFigure
 from calibrate.validate import Validation
 from sim.profile import TERMS, Profile
 from sim.roofline import Figures
@@ -86,6 +87,15 @@ def _residuals(one: Profile) -> Table:
     return table
 
 
+def figure(one: PaperFigure) -> RenderableType:
+    """A figure of the paper: published beside simulated."""
+    table = _table(one.title, ">published", ">simulated", ">error", "")
+    for row in one.rows:
+        table.add_row(row.what, _number(row.published), _number(row.simulated), _signed(row.error), row.unit)
+    notes = (Text(f"· {note}", style="dim") for note in (f"published: {one.reading}", *one.notes))
+    return Group(Text(one.name, style="bold"), table, *notes, "")
+
+
 def validation(attempts: Sequence[Validation], best: Validation) -> RenderableType:
     """Simulated beside measured, with the noise floor."""
     anchored = best.anchored is not None
@@ -159,3 +169,7 @@ def _signed(value: float | None) -> str:
 
 def _shown(value: object) -> str:
     return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

@@ -15,13 +15,15 @@ from sim.capacity import capacity as search_capacity
 from sim.cost import cost as find_cost
 from sim.errors import BadInput, unknown
 from sim.listing import LISTS, explain
-from sim.options import Options, Seeds, answer, keep, progress, watch
+from sim.options import Count, Options, Seeds, answer, keep, progress, watch
 from sim.parallel import cores, each
+from sim.planner import budget as find_budget
 from sim.policies import COMPARED, POLICIES
 from sim.report import Report
 from sim.scenario import Scenario
 from sim.simulate import Engine, simulate
 
+MOST_TOKENS = 2**31
 WORTH_PROCESSES = 5_000  # requests in all; below, starting processes takes longer than it saves
 
 
@@ -122,6 +124,53 @@ def capacity(
 
 
 @app.command
+def budget(
+    scenario: str,
+    *,
+    decodes: Count | None = None,
+    context: Count | None = None,
+    prior_context: Count | None = None,
+    quantile: float = 0.9,
+    check: bool = True,
+    options: Options = Options(),
+) -> None:
+    """Find the token budget that the TBT SLO allows, and what it costs in prefill time.
+
+    Parameters
+    ----------
+    decodes
+        Decodes in an iteration; what the workload keeps running by default.
+    context
+        KV tokens of each decode; the workload's by default.
+    prior_context
+        Tokens that a chunk has before it; the workload's by default.
+    quantile
+        Of the workload's decodes, contexts and prior contexts.
+    check
+        Simulate it, and make the budget smaller until the limit holds.
+    """
+    _virtual(options)
+    if not 0 < quantile < 1:
+        raise BadInput(f"{quantile:g} must be greater than 0 and less than 1", source="--quantile")
+    for name, value in (("--decodes", decodes), ("--context", context), ("--prior-context", prior_context)):
+        if value is not None and not 0 <= value <= MOST_TOKENS:
+            raise BadInput(f"{value} must be from 0 to {MOST_TOKENS}", source=name)
+    one = options.scenario(scenario)
+    with progress("simulations") as advance:
+        result = find_budget(
+            one,
+            decodes=decodes,
+            context=context,
+            prior=prior_context,
+            quantile=quantile,
+            check=check,
+            progress=advance,
+        )
+    keep(options, one, "budget.json", result)
+    answer(options, one, result, lambda show: show.budget(result, one))
+
+
+@app.command
 def cost(scenario: str, *, tolerance: float = 0.01, seeds: Seeds = 5, options: Options = Options()) -> None:
     """Find the cost per million output tokens at SLO capacity, with sensitivities.
 
@@ -205,6 +254,7 @@ _calibrate = App(name="calibrate", help="Measure an executor, fit a latency prof
 _calibrate.command("calibrate.commands:measure", name="measure", help="Measure the engine on a grid of batches.")
 _calibrate.command("calibrate.commands:fit", name="fit", help="Fit a latency profile to measured iterations.")
 _calibrate.command("calibrate.commands:show", name="show", help="Show a profile: its source, errors and range.")
+_calibrate.command("calibrate.paper.commands:paper", name="paper", help="Fit the profiles of the paper's deployments.")
 _import = App(name="import", help="Import public measurements: kernel tables, Vidur's profiles, anyone's iterations.")
 for _kind, _code, _help in (
     ("aiconfigurator", "aiconfigurator", "Compose iterations from the kernel tables of aiconfigurator-core."),
@@ -215,3 +265,4 @@ for _kind, _code, _help in (
 _calibrate.command(_import)
 app.command(_calibrate)
 app.command("calibrate.commands:validate", name="validate", help="Simulate and measure a scenario, side by side.")
+app.command("calibrate.paper.commands:reproduce", name="reproduce", help="The paper's figures beside the simulation.")

@@ -37,6 +37,7 @@ def whole(_: Any, tokens: Sequence[Token]) -> int:
         raise ValueError(f"{shown(tokens[0].value)} is not a whole number") from None
 
 
+Count = Annotated[int, Parameter(converter=whole)]
 Seeds = Annotated[int, Parameter(converter=whole)]
 
 

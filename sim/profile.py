@@ -134,6 +134,7 @@ class Profile(Table):
     tensor_parallel: Count = 1
     pipeline_parallel: Count = 1
     scale: Positive = 1.0
+    tile: Count = 1  # tokens are computed in multiples of so many; 1 where that is not known
     coefficients: Coefficients | None = None
     roofline: Figures | None = None
     validity: Validity

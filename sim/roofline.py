@@ -154,6 +154,10 @@ class Roofline:
         seconds[-1] += shape.logits
         return Step(tuple(seconds), shape.hop)
 
+    def linear(self, tokens: int) -> float:
+        """Seconds of all layers' linear layers for so many tokens."""
+        return self.layers * sum(self._linear(tokens))
+
     def spent(self) -> Spent:
         """What all iterations so far were spent on."""
         total = self.folded.plus(

@@ -114,6 +114,10 @@ class Scenario(Table):
         """What was done to it that the user should know."""
         return self._notes
 
+    def noting(self, what: str) -> Scenario:
+        """The same, with one more thing that the user should know."""
+        return self._build(self._data(), self._directory, self._source, (), self._settings, (*self._notes, what))
+
     def to_toml(self) -> str:
         """The scenario as run: every default filled in, paths absolute."""
         data = self._data()

@@ -130,6 +130,34 @@ def capacities(found: Sequence[Capacity], scenario: Scenario) -> RenderableType:
     )
 
 
+def budget(result: Mapping[str, Any], scenario: Scenario) -> RenderableType:
+    """The token budget, with what it was derived from and what it came to in simulation."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for justify in ("left", "right", "left"):
+        table.add_column("", justify=justify)
+    assumed, checked, tokens = result["assumed"], result["checked"], result["token_budget"]
+    limit = f"{result['slo_key']} ≤ {seconds(result['limit_s'])}"
+    table.add_row("token budget", f"{tokens:,}" if tokens else "not feasible", f"in tiles of {result['tile_tokens']}")
+    unaligned = result["token_budget_unaligned"]
+    table.add_row("  by the latency model", f"{unaligned:,}" if unaligned else "–", "the largest within the limit")
+    table.add_row("iteration", seconds(result["tbt_s"]), "decodes and a chunk together")
+    if checked:
+        verdict = "holds" if checked["met"] else "does not hold"
+        table.add_row(
+            f"simulated {result['slo_key']}",
+            seconds(checked["tbt_s"]),
+            f"{verdict}, budget {checked['token_budget']:,}",
+        )
+        table.add_row("  TTFT P50", seconds(checked["ttft_p50_s"]), "")
+    prompt = f"more than in one piece, of a prompt of {result['prefill_overhead_of_prompt_tokens']:,}"
+    table.add_row("prefill time", percent(result["prefill_overhead"]), prompt)
+    what = (
+        f"assumed: {assumed['decodes']} decodes of {assumed['context_tokens_per_decode']:,} KV tokens, a chunk after "
+        f"{assumed['prior_context_tokens']:,} (quantile {result['quantile']:g} of the workload where not given)"
+    )
+    return Group(_title(scenario.name, limit), "", table, *_notes([what, *result["notes"], times_from(scenario)]))
+
+
 def cost(result: Mapping[str, Any], scenario: Scenario) -> RenderableType:
     """Cost per million tokens, and how it moves."""
     table = Table(box=None, pad_edge=False, show_header=False)

@@ -10,6 +10,7 @@ import numpy as np
 
 from sim import hardware, memory
 from sim.affine import Affine, AffineTable
+from sim.budget import CHUNKED, Budget, assume, invert, limit_of, smallest
 from sim.cluster import Deployment, Watch, serve
 from sim.errors import BadInput
 from sim.executor import Executor
@@ -18,6 +19,7 @@ from sim.report import Report
 from sim.roofline import Roofline, RooflineTable
 from sim.scenario import Scenario
 from sim.scheduler import Limits
+from sim.schema import SchedulerTable
 from sim.workload import Workload, build, streams
 
 
@@ -115,6 +117,8 @@ def _plan(scenario: Scenario) -> Plan:
     device = hardware.device(scenario.device) if scenario.device else None
     if model is not None:
         model.check_parallel(tp, pp)
+    executor = _executor(scenario, model, device)
+    scenario = _with_budget(scenario, executor)
     limits = _limits(scenario)
     room = None
     if engine.num_blocks is None:
@@ -131,16 +135,13 @@ def _plan(scenario: Scenario) -> Plan:
             max_sequences=engine.max_sequences,
         )
         limits = replace(limits, num_blocks=room.num_blocks)
-    executor = _executor(scenario, model, device)
     deployment = Deployment(limits, pp, parallel.replicas, parallel.router)
     return Plan(scenario, model, device, room, deployment, executor)
 
 
 def _limits(scenario: Scenario) -> Limits:
     engine, budget = scenario.engine, scenario.scheduler.token_budget
-    if budget == "auto":
-        what = "'auto' is not supported by this version; give a number of tokens"
-        raise BadInput(what, key="[scheduler] token_budget")
+    assert budget != "auto"  # _plan
     return Limits(
         policy=scenario.scheduler.policy,
         num_blocks=engine.num_blocks or 0,
@@ -151,6 +152,24 @@ def _limits(scenario: Scenario) -> Limits:
         max_batch_tokens=engine.max_batch_tokens or engine.max_model_tokens,
         token_budget=budget,
     )
+
+
+def derived(scenario: Scenario, executor: Executor, requests: Workload | None = None) -> Budget:
+    """The budget that the scenario's TBT limit allows, at the contexts of its workload. BadInput without a limit."""
+    _, limit = limit_of(scenario)
+    return invert(scenario, executor, limit, assume(scenario, requests or workload(scenario), limit))
+
+
+def _with_budget(scenario: Scenario, executor: Callable[[], Executor]) -> Scenario:
+    """token_budget = "auto" made a number."""
+    if scenario.scheduler.token_budget != "auto":
+        return scenario
+    if scenario.scheduler.policy not in CHUNKED:
+        return scenario.with_(scheduler__token_budget=SchedulerTable().token_budget)  # not read
+    found = derived(scenario, executor())
+    tokens = found.tokens or smallest(scenario, found.assumed.decodes)
+    told = "; ".join((f"token_budget = auto: {tokens} tokens", *found.notes))
+    return scenario.with_(scheduler__token_budget=tokens).noting(told)
 
 
 def _largest_batch(limits: Limits) -> int:

@@ -1,0 +1,120 @@
+"""`servecast reproduce`, and `servecast calibrate paper`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from calibrate import fit as fitting
+from calibrate.paper import measures
+from calibrate.paper.figures import FIGURES, Figure, Task
+from calibrate.paper.settings import DEPLOYMENTS
+from sim import output
+from sim.errors import BadInput, unknown
+from sim.options import progress, say
+from sim.parallel import cores, each
+
+
+def reproduce(
+    *figures: str,
+    out: Path | None = None,
+    json: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+) -> None:
+    """Reproduce figures and tables of the Sarathi-Serve paper from simulation, beside the published values.
+
+    Parameters
+    ----------
+    figures
+        Which ones: 10, figure-10, table-3, …; all by default.
+    out
+        Keep the rows in this directory: reproduction.json, reproduction.parquet.
+    json
+        Print one JSON object on stdout and nothing else there.
+    """
+    chosen = list(dict.fromkeys(_name(figure) for figure in figures)) or list(FIGURES)
+    output.prepare(out)
+    made = []
+    for name in chosen:
+        with progress(name) as advance:
+            made.append(FIGURES[name](partial(_work, advance)))
+        if not json:
+            _show(made[-1])
+    result = {"figures": [figure.to_dict() for figure in made]}
+    if out is not None:
+        output.write(out, {"reproduction.json": output.as_json(result).encode(), "reproduction.parquet": _table(made)})
+        say(f"files are in {out}")
+    if json:
+        print(output.as_json(result), end="")
+
+
+def paper(*deployments: str, to: Path, rounds: int = 6) -> None:
+    """Fit the profiles of the paper's deployments to its published values: one set of figures for each.
+
+    Parameters
+    ----------
+    deployments
+        Which ones; all by default.
+    to
+        The directory for the profiles, NAME.toml each.
+    rounds
+        How many times derivatives are taken at most.
+    """
+    from calibrate.paper.fit import fit
+
+    for name in deployments:
+        if name not in DEPLOYMENTS:
+            raise BadInput(unknown("deployment", name, DEPLOYMENTS), source="calibrate paper")
+    for name in deployments or DEPLOYMENTS:
+        say(name)
+        profile = fit(name, workers=1, rounds=rounds, said=say)
+        file = to / f"{profile.name.rpartition('/')[2]}.toml"
+        fitting.save(profile, file)
+        say(f"{name}: {profile.trust}; in {file}")
+
+
+def _name(given: str) -> str:
+    """`10`, `fig10`, `Fig. 10`, `figure-10`, `table3`: the figure that is meant."""
+    digits = "".join(letter for letter in given if letter.isdigit())
+    kind = "table" if given.lower().startswith("t") else "figure"
+    name = f"{kind}-{digits}"
+    if name not in FIGURES:
+        raise BadInput(unknown("figure", given, FIGURES), source="reproduce")
+    return name
+
+
+def _work(advance: Callable[[int, int], None], tasks: Sequence[Task]) -> list[dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    for position, one in each(_do, tasks, workers=1):
+        found[position] = one
+        advance(len(found), len(tasks))
+    return [found[position] for position in range(len(tasks))]
+
+
+def _do(task: Task) -> dict[str, Any]:
+    if task.search is None:
+        return measures.run(task.scenario)
+    return measures.capacity(task.scenario, task.search)
+
+
+def _table(figures: Sequence[Figure]) -> bytes:
+    from io import BytesIO
+
+    import polars as pl
+
+    rows = [{"figure": figure.name} | row for figure in figures for row in figure.to_dict()["rows"]]
+    schema = {"figure": pl.String, "what": pl.String, "unit": pl.String}
+    frame = pl.DataFrame(rows, schema=schema | dict.fromkeys(("published", "simulated", "error"), pl.Float64))
+    buffer = BytesIO()
+    frame.write_parquet(buffer)
+    return buffer.getvalue()
+
+
+def _show(figure: Figure) -> None:
+    from calibrate import render
+    from sim.show import to_console
+
+    to_console(render.figure(figure))
