@@ -7,6 +7,8 @@ non-decreasing.
 
 from __future__ import annotations
 
+from math import log
+from random import Random
 from typing import Annotated, Literal
 
 import numpy as np
@@ -30,10 +32,18 @@ class Poisson(Table):
     kind: Literal["poisson"] = "poisson"
     rate: Positive
     clip: Positive | None = None
+    python_seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    """Draw the gaps as -ln(1 - u) of Python's own generator, so seeded, instead of the scenario's stream: those of
+    Sarathi-Serve's artefact, whose seed is 42."""
 
     def times(self, rng: np.random.Generator, n: int) -> FloatArray:
         """`n` arrival times in seconds."""
-        return _at_rate(_clipped(rng.standard_exponential(n), self.clip), self.rate)
+        if self.python_seed is None:
+            gaps = rng.standard_exponential(n)
+        else:
+            draws = Random(self.python_seed)
+            gaps = np.array([-log(1.0 - draws.random()) for _ in range(n)])
+        return _at_rate(_clipped(gaps, self.clip), self.rate)
 
 
 class Gamma(Table):

@@ -34,6 +34,7 @@ class Deployment:
     stages: int = 1
     replicas: int = 1
     router: str = "round-robin"
+    ahead: bool = False
 
 
 def serve(
@@ -58,7 +59,10 @@ def serve(
     record = Record(len(workload.prompts), keep_steps=keep_steps)
     arrivals = _Arrivals(env, workload, deployment.limits, record, warmup, drain)
     replicas = [
-        Replica(env, index, Scheduler(deployment.limits), executor(), deployment.stages, record, arrivals.finished)
+        Replica(
+            *(env, index, Scheduler(deployment.limits), executor(), deployment.stages, deployment.ahead, record),
+            arrivals.finished,
+        )
         for index in range(deployment.replicas)
     ]
     arrivals.start(ROUTERS[deployment.router](replicas, routing))

@@ -50,6 +50,7 @@ class Replica:
         scheduler: Scheduler,
         executor: Executor,
         stages: int,
+        ahead: bool,
         record: Record,
         on_finished: Callable[[Request], None] | None = None,
     ) -> None:
@@ -59,6 +60,7 @@ class Replica:
         self.executor = executor
         self.record = record
         self.on_finished = on_finished
+        self.ahead = ahead  # ask for a batch while the first stage is busy: the batch waits there
         self.in_flight: deque[Batch] = deque()
         self.free_at = [0.0] * stages  # when each stage ends what it was given
         self.wake: simpy.Event | None = None  # set while the scheduler's empty answer stands
@@ -78,17 +80,19 @@ class Replica:
         (`env._now` and `env._queue` are `env.now` and what `env.peek` looks at, without the calls: 5 % of a run.)
         """
         env, scheduler, in_flight, free_at = self.env, self.scheduler, self.in_flight, self.free_at
-        stages = len(free_at)
+        stages, ahead = len(free_at), self.ahead
         queue = env._queue
         while True:
             now = env._now
-            asked = len(in_flight) < stages and free_at[0] <= now
+            asked = len(in_flight) < stages and (ahead or free_at[0] <= now)
             batch = scheduler.schedule(now) if asked else None
             if batch is not None:
                 self.launch(batch, now)
                 in_flight.append(batch)
             if len(in_flight) == stages:
                 yield At(env, in_flight[0].end, COMMIT)
+            elif ahead and batch is not None:
+                continue
             else:
                 yield self.next_change(idle=asked and batch is None)
             now = env._now
@@ -124,6 +128,8 @@ class Replica:
         if not idle:
             return At(self.env, min(end, self.free_at[0]), COMMIT)
         wake = self.wake = self.env.event()
+        if self.free_at[0] > self.env.now:  # asked ahead
+            end = min(end, self.free_at[0])
         timer = At(self.env, end, COMMIT)
         assert timer.callbacks is not None
         timer.callbacks.append(lambda _: self._time_out(wake))

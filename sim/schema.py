@@ -53,6 +53,9 @@ class EngineTable(Table):
     max_model_tokens: ModelTokens = 8192
     max_batch_tokens: Count | None = None
     time_limit: Positive | None = None
+    schedule_ahead: bool = False
+    """Ask for a batch as soon as fewer than one per stage are in flight, though the first stage may be busy, as
+    Sarathi-Serve's artefact does; by default it is asked when the first stage is free."""
 
 
 class SchedulerTable(Table):

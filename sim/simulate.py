@@ -135,7 +135,7 @@ def _plan(scenario: Scenario) -> Plan:
             max_sequences=engine.max_sequences,
         )
         limits = replace(limits, num_blocks=room.num_blocks)
-    deployment = Deployment(limits, pp, parallel.replicas, parallel.router)
+    deployment = Deployment(limits, pp, parallel.replicas, parallel.router, engine.schedule_ahead)
     return Plan(scenario, model, device, room, deployment, executor)
 
 

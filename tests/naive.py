@@ -55,6 +55,7 @@ class Settings:
     max_batch_tokens: int = 8192
     token_budget: int = 512
     stages: int = 1
+    ahead: bool = False  # ask although the first stage is busy
     hop: float = 0.0
     step: float = 0.0
     token: float = 0.0
@@ -333,8 +334,9 @@ class Simulation:
                 self.commit(*self.in_flight.popleft())
             while self.arrivals and self.arrivals[0] <= now:
                 self.arrive(self.arrivals.popleft())
-            if self.stage_end[0] <= now and len(self.in_flight) < self.settings.stages:
-                self.ask(now)
+            while len(self.in_flight) < self.settings.stages and (self.settings.ahead or self.stage_end[0] <= now):
+                if not self.ask(now) or not self.settings.ahead:
+                    break
 
     def arrive(self, arrival: float) -> None:
         """Queue or refuse the next request; its id is the number of those that arrived before it."""
@@ -354,12 +356,12 @@ class Simulation:
             self.issued += 1
             self.arrivals.append(now + self.settings.think)
 
-    def ask(self, now: float) -> None:
-        """Ask the scheduler once and send its batch through the stages."""
+    def ask(self, now: float) -> bool:
+        """Ask the scheduler once and send its batch, if there is one, through the stages."""
         batch = self.scheduler.schedule()
         self.preempted_since_row += batch.preempted
         if batch.tokens() == 0:
-            return
+            return False
         duration = duration_of(batch, self.settings)
         arrival = now
         for stage in range(self.settings.stages):
@@ -383,6 +385,7 @@ class Simulation:
         )
         self.preempted_since_row = 0
         self.in_flight.append((batch, row))
+        return True
 
     def commit(self, batch: Batch, row: StepRow) -> None:
         """The batch left the last stage: record it, emit its tokens and let finished requests go."""

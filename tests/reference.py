@@ -105,7 +105,7 @@ def run(
 
     record = serve(
         workload_of(settings, requests, sessions),
-        Deployment(limits_of(settings), settings.stages, replicas, router),
+        Deployment(limits_of(settings), settings.stages, replicas, router, settings.ahead),
         executor,
         routing=np.random.default_rng(seed),
         time_limit=settings.time_limit,

@@ -42,7 +42,9 @@ def random_case(policy: str, stages: int, memory: str, load: str, seed: int) -> 
     elif load in ("closed", "thinking"):
         settings.concurrency = rng.randint(1, 8)
         settings.think = 0.0 if load == "closed" else rng.choice([1.0, rng.random()])
-    return settings, random_requests(rng, longest)
+    requests = random_requests(rng, longest)
+    settings.ahead = stages > 1 and rng.random() < 0.5
+    return settings, requests
 
 
 def random_latency(rng: random.Random) -> dict[str, float]:
@@ -142,6 +144,7 @@ def cases(draw: st.DrawFn) -> tuple[naive.Settings, Rows]:
         "max_batch_tokens": longest + draw(st.integers(0, 16)),
         "token_budget": draw(st.integers(1, 12)),
         "stages": draw(st.integers(1, 5)),
+        "ahead": draw(st.booleans()),
         "hop": draw(st.sampled_from([0.0, 0.5, 0.1])),
         "step": draw(st.sampled_from([1.0, 0.1])),
         "token": draw(st.sampled_from([0.0, 0.5, 0.01])),

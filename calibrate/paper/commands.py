@@ -68,6 +68,8 @@ def paper(*deployments: str, to: Path, rounds: int = 6) -> None:
     for name in deployments:
         if name not in DEPLOYMENTS:
             raise BadInput(unknown("deployment", name, DEPLOYMENTS), source="calibrate paper")
+    output.prepare(to)
+    to.mkdir(parents=True, exist_ok=True)
     for name in deployments or DEPLOYMENTS:
         say(name)
         profile = fit(name, workers=1, rounds=rounds, said=say)
@@ -88,7 +90,7 @@ def _name(given: str) -> str:
 
 def _work(advance: Callable[[int, int], None], tasks: Sequence[Task]) -> list[dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
-    for position, one in each(_do, tasks, workers=1):
+    for position, one in each(_do, tasks, workers=cores()):
         found[position] = one
         advance(len(found), len(tasks))
     return [found[position] for position in range(len(tasks))]
