@@ -15,7 +15,7 @@ from sim.capacity import capacity as search_capacity
 from sim.cost import cost as find_cost
 from sim.errors import BadInput, unknown
 from sim.listing import LISTS, explain
-from sim.options import Options, Seeds, answer, keep, progress, watch
+from sim.options import Options, Seeds, answer, keep, progress, virtual, watch
 from sim.parallel import cores, each
 from sim.policies import COMPARED, POLICIES
 from sim.report import Report
@@ -104,7 +104,7 @@ def capacity(
     seeds
         How many independent searches make the interval; 1 for none.
     """
-    _virtual(options)
+    virtual(options, "a search")
     one = options.scenario(scenario)
     _check_search(tolerance, seeds)
     with progress("searches") as advance:
@@ -134,7 +134,7 @@ def cost(scenario: str, *, tolerance: float = 0.01, seeds: Seeds = 5, options: O
     seeds
         As for capacity.
     """
-    _virtual(options)
+    virtual(options, "a search")
     one = options.scenario(scenario)
     _check_search(tolerance, seeds)
     with progress("searches") as advance:
@@ -186,13 +186,6 @@ def _policies(given: str | None, policy: str | None) -> Sequence[str]:
     return list(dict.fromkeys(chosen))
 
 
-def _virtual(options: Options) -> None:
-    if options.clock != "virtual":
-        raise BadInput("a search runs on the virtual clock", source="--clock")
-    if options.executor != "model":
-        raise BadInput("a search runs on the latency model", source="--executor")
-
-
 def _check_search(tolerance: float, seeds: int) -> None:
     if not 1e-6 <= tolerance < 1:
         raise BadInput(f"{tolerance:g} must be at least 1e-6 and less than 1", source="--tolerance")
@@ -215,3 +208,4 @@ for _kind, _code, _help in (
 _calibrate.command(_import)
 app.command(_calibrate)
 app.command("calibrate.commands:validate", name="validate", help="Simulate and measure a scenario, side by side.")
+app.command("sim.sweep_command:sweep", name="sweep", help="Run many variations of a scenario: a row for each.")

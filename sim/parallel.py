@@ -1,17 +1,25 @@
-"""Independent pieces of work on all cores."""
+"""Independent pieces of work on all cores, or on any executor: one process after another, here or elsewhere."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
+from importlib import import_module
+from itertools import islice
+from queue import SimpleQueue
 from typing import TypeVar
+
+from sim.errors import BadInput
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+AHEAD = 1024  # pieces that an executor is given before the first of them is done: more than a cluster has cores
+CONNECT_SECONDS = 10  # for an answer of a Dask scheduler
 
 
 def cores() -> int:
@@ -30,18 +38,74 @@ def each(
     if min(workers, len(items)) <= 1:
         yield from ((position, function(item)) for position, item in enumerate(items))
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(items)), mp_context=context) as pool:
-        try:
+    with processes(min(workers, len(items))) as pool:
+        for position, future in futures(pool, function, items):
+            yield position, future.result()
+
+
+def futures(
+    executor: Executor, function: Callable[[Item], Result], items: Iterable[Item], *, ahead: int = AHEAD
+) -> Iterator[tuple[int, Future[Result]]]:
+    """`function` of every item on an executor: positions and futures, as they get done. Those left are cancelled."""
+    done: SimpleQueue[Future[Result]] = SimpleQueue()
+    waiting: dict[Future[Result], int] = {}
+    left = enumerate(items)
+
+    def submit(count: int) -> None:
+        for position, item in islice(left, count):
             with _interrupts_held():
-                futures = {pool.submit(function, item): position for position, item in enumerate(items)}
-            for future in as_completed(futures):
-                yield futures[future], future.result()
+                future = executor.submit(function, item)
+            waiting[future] = position
+            future.add_done_callback(done.put)
+
+    try:
+        submit(ahead)
+        while waiting:
+            future = done.get()
+            position = waiting.pop(future)
+            submit(1)
+            yield position, future
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+@contextmanager
+def processes(workers: int) -> Iterator[Executor]:
+    """An executor of spawned processes. An exception, an interrupt above all, ends them at once."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        try:
+            yield pool
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
                 process.terminate()
             raise
+
+
+@contextmanager
+def dask(address: str) -> Iterator[Executor]:
+    """An executor of the Dask cluster whose scheduler is at `address`; its workers need this very version."""
+    try:
+        import_module("dask").config.set({"logging.distributed": "critical"})  # errors are told in lines of our own
+        distributed = import_module("distributed")
+    except ModuleNotFoundError as error:
+        what = f"'dask' needs the package {error.name}: pip install 'servecast[dask]'"
+        raise BadInput(what, source="--engine") from None
+    try:
+        client = distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
+    except (OSError, ValueError) as error:
+        what = f"no Dask scheduler answers at {address!r}: {str(error) or type(error).__name__}"
+        raise BadInput(what, source="--cluster") from None
+    executor = client.get_executor()
+    try:
+        yield executor
+    except BaseException:
+        executor.shutdown(wait=False)
+        raise
+    finally:
+        client.close(timeout=2)
 
 
 @contextmanager
