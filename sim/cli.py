@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 from cyclopts import App, Parameter
@@ -16,7 +15,7 @@ from sim.cost import cost as find_cost
 from sim.errors import BadInput, unknown
 from sim.listing import LISTS, explain
 from sim.options import Options, Seeds, answer, keep, progress, virtual, watch
-from sim.parallel import cores, each
+from sim.parallel import cores, each, installed
 from sim.policies import COMPARED, POLICIES
 from sim.report import Report
 from sim.scenario import Scenario
@@ -25,17 +24,10 @@ from sim.simulate import Engine, simulate
 WORTH_PROCESSES = 5_000  # requests in all; below, starting processes takes longer than it saves
 
 
-def _version() -> str:
-    try:
-        return version("servecast")
-    except PackageNotFoundError:
-        return "not installed"
-
-
 app = App(
     name="servecast",
     help="Forecasts LLM serving: capacity, scheduling policy, token budget and cost, without a GPU.",
-    version=_version,
+    version=installed,
     suppress_keyboard_interrupt=False,  # sim.__main__ says it in a line
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -9,9 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from queue import SimpleQueue
-from typing import TypeVar
+from threading import Thread
+from typing import Any, TypeVar
 
 from sim.errors import BadInput
 
@@ -72,9 +75,9 @@ def futures(
 
 @contextmanager
 def processes(workers: int) -> Iterator[Executor]:
-    """An executor of spawned processes. An exception, an interrupt above all, ends them at once."""
+    """An executor of spawned processes. An exception, an interrupt above all, ends them at once; so does our end."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
         try:
             yield pool
         except BaseException:
@@ -84,28 +87,67 @@ def processes(workers: int) -> Iterator[Executor]:
             raise
 
 
+def _end_with_parent() -> None:
+    """A process whose parent was killed would wait for work for ever."""
+
+    def wait() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
+    Thread(target=wait, daemon=True).start()
+
+
 @contextmanager
-def dask(address: str) -> Iterator[Executor]:
-    """An executor of the Dask cluster whose scheduler is at `address`; its workers need this very version."""
+def dask(address: str, say: Callable[[str], None] = lambda _: None) -> Iterator[Executor]:
+    """An executor of the Dask cluster whose scheduler is at `address`. BadInput where it or its workers cannot be used.
+
+    A worker that is lost costs nothing but time: what it was at is run elsewhere.
+    """
     try:
-        import_module("dask").config.set({"logging.distributed": "critical"})  # errors are told in lines of our own
         distributed = import_module("distributed")
     except ModuleNotFoundError as error:
         what = f"'dask' needs the package {error.name}: pip install 'servecast[dask]'"
         raise BadInput(what, source="--engine") from None
+    for name in ("distributed", "distributed.client"):  # what goes wrong is told in lines of our own
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
+        import_module("distributed.comm").get_address_host_port(address, strict=True)
         client = distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
     except (OSError, ValueError) as error:
         what = f"no Dask scheduler answers at {address!r}: {str(error) or type(error).__name__}"
         raise BadInput(what, source="--cluster") from None
     executor = client.get_executor()
     try:
+        _check_workers(client, say)
         yield executor
     except BaseException:
         executor.shutdown(wait=False)
         raise
     finally:
-        client.close(timeout=2)
+        client.close(timeout=1)
+
+
+def _check_workers(client: Any, say: Callable[[str], None]) -> None:
+    """Other versions would give other results."""
+    try:
+        found = client.run(installed)
+    except Exception as error:
+        raise BadInput(f"a worker has no servecast {installed()}: {error}", source="--cluster") from None
+    for worker, other in found.items():
+        if other != installed():
+            what = f"the worker at {worker} has servecast {other}, and this is {installed()}"
+            raise BadInput(what, source="--cluster")
+    if not found:
+        say("the cluster has no workers yet; waiting for them")
+
+
+def installed() -> str:
+    """The version of servecast."""
+    try:
+        return version("servecast")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 @contextmanager

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
+from functools import cached_property, partial
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from sim.capacity import capacity
 from sim.cost import per_million
 from sim.errors import BadInput
 from sim.journal import Outcome, Outcomes, journal, nowhere
-from sim.parallel import cores, each, futures, processes
+from sim.parallel import cores, each, futures, installed, processes
 from sim.report import times_from
 from sim.scenario import Scenario
 from sim.settings import Setting
@@ -103,15 +102,16 @@ def run(
 ) -> Sweep:
     """As `sweep`, with what became of each point."""
     total = len(study.points)
-    with journal(out, identity(study), resume=resume) if out else nowhere() as (outcomes, keep):
+    identity = {"version": installed(), **study.identity}
+    with journal(out, identity, resume=resume) if out else nowhere() as (outcomes, keep):
         done: Outcomes = {point: one for point, one in outcomes.items() if point < total and not one.again}
         tasks = [(point, study.settings(values)) for point, values in enumerate(study.points) if point not in done]
-        task = Task(study.base, study.what, study.search, {path: digest(path) for path in study.files})
+        task = Task(study.base, study.search, {path: digest(path) for path in study.files})
         if progress:
             progress(len(done), total)
-        for outcome in _outcomes(task, tasks, workers or cores(), executor):
-            keep(outcome)
-            done[outcome.point] = outcome
+        for one in _outcomes(task, tasks, workers or cores(), executor):
+            keep(one)
+            done[one.point] = one
             if progress:
                 progress(len(done), total)
         result = Sweep(study, [done[point] for point in range(total)])
@@ -120,45 +120,37 @@ def run(
     return result
 
 
-def identity(study: Study) -> dict[str, Any]:
-    """What the results of a sweep depend on."""
-    try:
-        of = version("servecast")
-    except PackageNotFoundError:
-        of = "not installed"
-    return {"version": of, **study.identity}
-
-
 Point = tuple[int, list[Setting]]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What runs a point, in whichever process: call it with the point's number and settings."""
+    """What a point needs to be run, in whichever process: the scenario, what to find, and the files that it names."""
 
     base: Scenario
-    what: str
     search: SearchTable | None
     digests: Mapping[Path, str]
 
-    def __call__(self, point: Point) -> Outcome:
-        number, settings = point
-        started = time.perf_counter()
 
-        def failed(why: str, *, again: bool = False) -> Outcome:
-            return Outcome(number, time.perf_counter() - started, reason=why, again=again)
+def outcome(task: Task, point: Point) -> Outcome:
+    """What becomes of a point. Nothing is raised: a bug of the product costs one point, and its row reports it."""
+    number, settings = point
+    started = time.perf_counter()
 
-        try:
-            scenario = self.base.vary(settings)
-            for path in files_of(scenario):
-                if digest(path) != self.digests.get(path, ""):
-                    return failed(f"{path} is not what it was where the sweep was begun", again=True)
-            results = _run(scenario) if self.search is None else _capacity(scenario, self.search)
-            return Outcome(number, time.perf_counter() - started, results)
-        except BadInput as error:
-            return failed(reason(error, self.base))
-        except Exception as error:  # of the product: one point less, and what to report
-            return failed(_told(error), again=isinstance(error, MemoryError | OSError))
+    def failed(why: str, *, again: bool = False) -> Outcome:
+        return Outcome(number, time.perf_counter() - started, reason=why, again=again)
+
+    try:
+        scenario = task.base.vary(settings)
+        for path in files_of(scenario):
+            if digest(path) != task.digests.get(path, ""):
+                return failed(f"{path} is not what it was where the sweep was begun", again=True)
+        results = _run(scenario) if task.search is None else _capacity(scenario, task.search)
+        return Outcome(number, time.perf_counter() - started, results)
+    except BadInput as error:
+        return failed(reason(error, task.base))
+    except Exception as error:
+        return failed(_told(error), again=isinstance(error, MemoryError | OSError))
 
 
 def _run(scenario: Scenario) -> dict[str, Any]:
@@ -205,37 +197,30 @@ def flat(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def _outcomes(task: Task, points: Sequence[Point], workers: int, executor: Executor | None) -> Iterator[Outcome]:
     """What becomes of the points, as they get done."""
+    function = partial(outcome, task)
     if executor is not None:
-        for place, future in futures(executor, task, points):
-            yield _outcome(future, points[place][0])
+        for place, future in futures(executor, function, points):
+            yield _come_back(future, points[place][0])
         return
     left = {point[0]: point for point in points}
     while left:
         try:
-            for _, outcome in each(task, list(left.values()), workers=workers):
-                del left[outcome.point]
-                yield outcome
+            for _, one in each(function, list(left.values()), workers=workers):
+                del left[one.point]
+                yield one
         except BrokenProcessPool:  # by one of those that were running: each of them alone tells by which
             for point in list(left.values())[:workers]:
                 del left[point[0]]
-                yield _alone(task, point)
+                with processes(1) as pool:
+                    yield _come_back(pool.submit(function, point), point[0])
 
 
-def _alone(task: Task, point: Point) -> Outcome:
-    """A point in a process of its own."""
-    with processes(1) as pool:
-        future = pool.submit(task, point)
-        try:
-            return future.result()
-        except BrokenProcessPool:
-            why = "its process was ended from outside, for want of memory perhaps"
-            return Outcome(point[0], 0.0, reason=why, again=True)
-
-
-def _outcome(future: Future[Outcome], point: int) -> Outcome:
-    """What came back from an executor; what it failed at itself is no fault of the point."""
+def _come_back(future: Future[Outcome], point: int) -> Outcome:
+    """What an executor gave back; what it failed at itself is no fault of the point."""
     try:
         return future.result()
+    except BrokenProcessPool:
+        return Outcome(point, 0.0, reason="its process was ended from outside, for want of memory perhaps", again=True)
     except CancelledError:
         raise ConnectionError("the executor gave up what it was given: is its cluster still there?") from None
     except Exception as error:

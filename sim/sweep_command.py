@@ -78,7 +78,7 @@ def sweep(
             advance(done, total)
 
         try:
-            with dask(cluster) if cluster is not None else nullcontext() as executor:
+            with dask(cluster, say) if cluster is not None else nullcontext() as executor:
                 done = run(one, out=options.out, resume=resume, workers=workers, executor=executor, progress=watch)
         except (KeyboardInterrupt, OSError):
             if options.out and kept:
@@ -141,7 +141,8 @@ def _page(done: Sweep, show: Any) -> Any:
         "",
     ]
     if len(best):
-        order = ", then ".join(SHOWN[study.what][key.removeprefix("-")] for key in RANKED[study.what] if key in known)
+        keys = [key.removeprefix("-") for key in RANKED[study.what]]
+        order = ", then ".join(SHOWN[study.what][key] for key in keys if key in known)
         notes = [f"best by {order}", *notes, *frame["times_from"].drop_nulls().unique(maintain_order=True)[:1]]
         page += [table, ""]
     return Group(*page, *(Text(f"· {note}", style="dim") for note in notes))
