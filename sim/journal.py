@@ -110,7 +110,7 @@ def _difference(kept: dict[str, Any], identity: dict[str, Any]) -> str:
     if kept["study"] != identity["study"]:
         return "of another study"
     if kept["scenario"] != identity["scenario"]:
-        return "of another scenario, or the scenario or [set] has changed since"
+        return "of another scenario, or of the scenario before it changed"
     for path, digest in identity["files"].items():
         if kept["files"].get(path) != digest:
             return f"that was begun before {path} changed"

@@ -49,27 +49,33 @@ def each(
 def futures(
     executor: Executor, function: Callable[[Item], Result], items: Iterable[Item], *, ahead: int = AHEAD
 ) -> Iterator[tuple[int, Future[Result]]]:
-    """`function` of every item on an executor: positions and futures, as they get done. Those left are cancelled."""
+    """`function` of every item on an executor: positions and futures, as they get done, from the first on.
+
+    What is left is cancelled, but in a pool of processes, which does that itself when it is shut down.
+    """
     done: SimpleQueue[Future[Result]] = SimpleQueue()
     waiting: dict[Future[Result], int] = {}
     left = enumerate(items)
 
-    def submit(count: int) -> None:
-        for position, item in islice(left, count):
+    def submit() -> bool:
+        for position, item in islice(left, 1):
             with _interrupts_held():
                 future = executor.submit(function, item)
             waiting[future] = position
             future.add_done_callback(done.put)
+            return True
+        return False
 
     try:
-        submit(ahead)
-        while waiting:
+        while True:
+            if len(waiting) < ahead and submit() and done.empty():
+                continue
+            if not waiting:
+                return
             future = done.get()
-            position = waiting.pop(future)
-            submit(1)
-            yield position, future
+            yield waiting.pop(future), future
     finally:
-        for future in waiting:
+        for future in () if isinstance(executor, ProcessPoolExecutor) else waiting:
             future.cancel()
 
 
@@ -112,7 +118,7 @@ def dask(address: str, say: Callable[[str], None] = lambda _: None) -> Iterator[
     for name in ("distributed", "distributed.client"):  # what goes wrong is told in lines of our own
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        import_module("distributed.comm").get_address_host_port(address, strict=True)
+        import_module("distributed.comm").get_address_host_port(address)
         client = distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
     except (OSError, ValueError) as error:
         what = f"no Dask scheduler answers at {address!r}: {str(error) or type(error).__name__}"

@@ -64,8 +64,8 @@ class StudyTable(Table):
 class Study:
     """A study whose every point has been checked, key by key.
 
-    `base` is the scenario with what is `fixed` in place. `axes` maps the dotted keys that vary to the section that they
-    are in; a point has a value for some or all of them. `files` are those that the points name.
+    `base` is its scenario, `fixed` what is set for all points. `axes` maps the keys that vary to the section that
+    they are in; a point has a value for some or all of them. `files` are those that the points name.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Study:
     what: str
     search: SearchTable | None
     base: Scenario
-    fixed: Values
+    fixed: Sequence[Setting]
     grid: Mapping[str, Sequence[Any]]
     listed: Sequence[Values]
     files: frozenset[Path] = frozenset()
@@ -92,15 +92,13 @@ class Study:
             _check_axes(fixed, grid, listed, settings)
         except BadInput as error:
             raise error.within(source=str(path)) from None
-        first = [_setting(key, value, "[set]", path.resolve().parent) for key, value in fixed.items()]
-        try:
-            base = Scenario.load(os.path.normpath(path.parent / table.scenario), [*first, *settings])
-        except BadInput as error:
-            raise _told(error, str(path)) from None
+        base = Scenario.load(os.path.normpath(path.parent / table.scenario))
+        folders = (path.resolve().parent, base.directory)
+        own = [Setting(key, _located(key, value, *folders), "[set]") for key, value in fixed.items()]
+        given = [replace(one, value=_located(one.path, one.value, base.directory, Path.cwd())) for one in settings]
         search = table.capacity or SearchTable() if table.what == "capacity" else None
-        all_fixed = {setting.path: setting.value for setting in (*first, *settings)}
         name = table.name or path.stem.encode(errors="replace").decode()
-        study = cls(name, str(path), table.what, search, base, all_fixed, grid, listed)
+        study = cls(name, str(path), table.what, search, base, (*own, *given), grid, listed)
         return replace(study, files=study._checked())
 
     @cached_property
@@ -115,23 +113,25 @@ class Study:
         return [point | values for point in self.listed or [{}] for values in grid]
 
     def settings(self, point: Values) -> list[Setting]:
-        """What makes the base scenario that of a point. An axis goes over the scenario's [policy] tables."""
-        told = [_setting(key, value, self.axes[key], self._folder) for key, value in point.items()]
+        """What makes the base scenario that of a point. An axis goes over [policy] tables, or it would not be one."""
+        told = [Setting(key, _located(key, value, *self._folders), self.axes[key]) for key, value in point.items()]
         own = [key.rpartition(".")[2] for key in point if key.startswith(("engine.", "scheduler."))]
+        given = [setting.path.split(".")[1] for setting in self.fixed if setting.path.startswith("policy.")]
         cleared = [
             Setting(f"policy.{policy}.{key}", None, "[policy]")
-            for policy, table in self.base.policy.items()
+            for policy in dict.fromkeys((*self.base.policy, *given))
             for key in own
-            if key in PolicyTable.model_fields and getattr(table, key) is not None
+            if key in PolicyTable.model_fields
         ]
-        return [*cleared, *told]
+        return [*self.fixed, *cleared, *told]
 
     def to_toml(self, scenario: str) -> str:
         """The study as run, every default filled in; `scenario` is the name of the scenario's file beside it."""
         head = {"name": self.name, "scenario": scenario, "what": self.what}
-        grid = {key: [_located(key, value, self._folder) for value in values] for key, values in self.grid.items()}
-        listed = [{key: _located(key, value, self._folder) for key, value in point.items()} for point in self.listed]
-        tables = {"set": self.fixed, "grid": grid, "list": listed}
+        fixed = {setting.path: setting.value for setting in self.fixed}
+        grid = {key: [_located(key, value, *self._folders) for value in values] for key, values in self.grid.items()}
+        listed = [{key: _located(key, value, *self._folders) for key, value in point.items()} for point in self.listed]
+        tables = {"set": fixed, "grid": grid, "list": listed}
         search = {"capacity": self.search.model_dump()} if self.search else {}
         return tomli_w.dumps(head | {key: value for key, value in tables.items() if value} | search)
 
@@ -139,7 +139,8 @@ class Study:
     def identity(self) -> dict[str, Any]:
         """What a result depends on, part by part: the study, its scenario, and the files that either names."""
         search = self.search.model_dump() if self.search else None
-        study = [self.what, search, list(self.grid.items()), self.listed]
+        fixed = [(setting.path, setting.value) for setting in self.fixed]
+        study = [self.what, search, fixed, list(self.grid.items()), self.listed]
         return {
             "study": _sha256(json.dumps(study, default=str).encode()),
             "scenario": _sha256(self.base.model_dump_json(exclude_none=True).encode()),
@@ -147,8 +148,9 @@ class Study:
         }
 
     @cached_property
-    def _folder(self) -> Path:
-        return Path(self.source).resolve().parent
+    def _folders(self) -> tuple[Path, Path]:
+        """Where relative paths are looked for: beside the study, then beside the scenario."""
+        return Path(self.source).resolve().parent, self.base.directory
 
     def _checked(self) -> frozenset[Path]:
         """The files that the points name. BadInput for a key or a value that no scenario has."""
@@ -285,18 +287,14 @@ def _check_apart(path: str, axes: Mapping[str, str], **place: str) -> None:
             raise BadInput(f"{axis} is an axis of {section} already", **place)
 
 
-def _setting(key: str, value: Any, section: str, folder: Path) -> Setting:
-    return Setting(key, _located(key, value, folder), section)
-
-
-def _located(key: str, value: Any, folder: Path) -> Any:
-    """A relative path in a study is looked for beside the study first; the scenario's folder comes next."""
+def _located(key: str, value: Any, *folders: Path) -> Any:
+    """A value with the relative paths in it made absolute, in the first of the folders that has such a file."""
     if isinstance(value, dict):
-        return {name: _located(f"{key}.{name}", part, folder) for name, part in value.items()}
+        return {name: _located(f"{key}.{name}", part, *folders) for name, part in value.items()}
     names_file = key.rpartition(".")[2] in PATHS or (key == "latency.name" and str(value).endswith(".toml"))
     if not names_file or not isinstance(value, str):
         return value
     try:
-        return str(folder / value) if (folder / value).exists() else value
+        return next((str(folder / value) for folder in folders if (folder / value).exists()), value)
     except (OSError, ValueError):  # no name of a file: whoever reads it says so
         return value

@@ -22,7 +22,7 @@ BEST = 10  # points of the page
 MOST_REASONS = 5
 RANKED = {  # what says which points are best, the largest first, or (-) the smallest
     "run": ("slo_met", "goodput", "request_throughput", "-tbt_s_p99"),
-    "capacity": ("capacity_rate", "-cost_per_million_output_tokens"),
+    "capacity": ("-cost_per_million_output_tokens", "capacity_rate"),
 }
 SHOWN = {  # columns of the page, and their headings
     "run": {
@@ -156,10 +156,14 @@ def _best(frame: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
     return ordered.head(BEST)
 
 
-def _heading(name: str, axes: dict[str, str]) -> str:
-    """An axis by the end of its key, where that is enough to tell it from the others."""
-    last = name.rpartition(".")[2]
-    return last.replace("_", " ") if sum(axis.rpartition(".")[2] == last for axis in axes) <= 1 else name
+def _heading(axis: str, axes: dict[str, str]) -> str:
+    """An axis by the end of its key, where that tells it from the others."""
+    return _short(axis) if [_short(other) for other in axes].count(_short(axis)) <= 1 else axis
+
+
+def _short(axis: str) -> str:
+    parts = axis.split(".")
+    return " ".join(parts[-2:] if parts[-1] in ("name", "kind", "path") else parts[-1:]).replace("_", " ")
 
 
 def _cell(name: str, value: Any, show: Any) -> str:
