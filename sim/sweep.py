@@ -146,6 +146,7 @@ def outcome(task: Task, point: Point) -> Outcome:
             if digest(path) != task.digests.get(path, ""):
                 return failed(f"{path} is not what it was where the sweep was begun", again=True)
         results = _run(scenario) if task.search is None else _capacity(scenario, task.search)
+        json.dumps(results, allow_nan=False)  # what no journal could keep is a bug as well
         return Outcome(number, time.perf_counter() - started, results)
     except BadInput as error:
         return failed(reason(error, task.base))

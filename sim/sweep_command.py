@@ -49,7 +49,7 @@ def sweep(
     engine: Literal["processes", "dask"] = "processes",
     cluster: str | None = None,
     workers: Annotated[int | None, Parameter(converter=whole)] = None,
-    resume: bool = False,
+    resume: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     options: Options = Options(),
 ) -> None:
     """Run many variations of a scenario, on all cores or on a Dask cluster; every one becomes a row.

@@ -348,6 +348,13 @@ def test_a_bug_is_a_row_and_memory_is_tried_again(here: Path, monkeypatch: pytes
     assert pl.read_parquet(out / "sweep.parquet").equals(again)
 
 
+def test_a_result_that_is_no_number_is_a_bug(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = MODULE.flat
+    monkeypatch.setattr(MODULE, "flat", lambda tables: real(tables) | {"mfu": float("nan")})
+    frame = sweep_study(here / "study.toml", out=here / "out")
+    assert set(frame["reason"]) == {"ValueError: Out of range float values are not JSON compliant"}
+
+
 def test_nothing_but_failures_is_a_result(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "study.toml").write_text(SMALL + '[set]\nworkload.lengths = { kind = "trace", path = "none.csv" }')
     assert status(["sweep", "study.toml", "--out", "out"]) == 0
