@@ -277,6 +277,8 @@ def _check_axes(
     for key in fixed:
         _check_apart(key, axes, key=f"[set] {key}")
     for setting in settings:
+        if isinstance(setting.value, dict) and setting.value:  # which [set] takes key by key
+            raise BadInput("a table; set its keys one by one", source=setting.option, key=setting.path)
         _check_apart(setting.path, axes, source=setting.option, key=setting.path)
 
 

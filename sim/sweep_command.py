@@ -80,7 +80,7 @@ def sweep(
         try:
             with dask(cluster, say) if cluster is not None else nullcontext() as executor:
                 done = run(one, out=options.out, resume=resume, workers=workers, executor=executor, progress=watch)
-        except (KeyboardInterrupt, OSError):
+        except BaseException:
             if options.out and kept:
                 say(f"{kept:,} of {len(one.points):,} points are kept in {options.out}: --resume goes on from there")
             raise

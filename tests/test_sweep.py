@@ -270,6 +270,7 @@ def test_a_wrong_study_is_refused_before_anything_is_run(
         (("--resume",), "--resume: needs --out"),
         (("--rate", "3", "--set", "scheduler.policy=orca"), "--set: scheduler.policy: scheduler.policy is an axis of"),
         (("--set", "engine.max_sequences=0"), "--set: [engine] max_sequences: 0 must be greater"),
+        (("--set", "slo={tbt_p99=1.0}"), "--set: slo: a table; set its keys one by one"),
         (("--clock", "wall"), "--clock: a sweep runs on the virtual clock"),
         (("--executor", "torch"), "--executor: a sweep runs on the latency model"),
         (("--out", "s.toml"), "--out: "),
