@@ -6,12 +6,12 @@ there.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,8 @@ def journal(
     except OSError as error:
         raise BadInput(f"{directory}: {(error.strerror or str(error)).lower()}", source="--out") from None
     with open(handle, "r+b", buffering=0) as file:  # noqa: PTH123 - it is open
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BadInput(f"another sweep is writing to {directory}", source="--out") from None
-        except OSError:  # a file system without locks
-            pass
+        if not _lock(handle):
+            raise BadInput(f"another sweep is writing to {directory}", source="--out")
         first, outcomes, end = _read(file.readall())
         if first is not None and (other := _difference(first, identity)):
             raise BadInput(f"{directory} holds a sweep {other}", source="--resume")
@@ -74,6 +70,18 @@ def journal(
 def nowhere() -> Iterator[tuple[Outcomes, Callable[[Outcome], None]]]:
     """A journal of what nobody keeps."""
     yield {}, lambda _: None
+
+
+def _lock(handle: int) -> bool:
+    """Lock an open file for as long as it is open; False if another process has it."""
+    try:
+        fcntl = import_module("fcntl")
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (OSError, ModuleNotFoundError):  # a file system, or a system, without locks
+        return True
+    return True
 
 
 def _add(write: Callable[[bytes], int | None], outcome: Outcome) -> None:
