@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 from cyclopts import App, Parameter
@@ -15,8 +14,8 @@ from sim.capacity import capacity as search_capacity
 from sim.cost import cost as find_cost
 from sim.errors import BadInput, unknown
 from sim.listing import LISTS, explain
-from sim.options import Count, Options, Seeds, answer, keep, progress, watch
-from sim.parallel import cores, each
+from sim.options import Count, Options, Seeds, answer, keep, progress, virtual, watch
+from sim.parallel import cores, each, installed
 from sim.planner import budget as find_budget
 from sim.policies import COMPARED, POLICIES
 from sim.report import Report
@@ -27,17 +26,10 @@ MOST_TOKENS = 2**31
 WORTH_PROCESSES = 5_000  # requests in all; below, starting processes takes longer than it saves
 
 
-def _version() -> str:
-    try:
-        return version("servecast")
-    except PackageNotFoundError:
-        return "not installed"
-
-
 app = App(
     name="servecast",
     help="Forecasts LLM serving: capacity, scheduling policy, token budget and cost, without a GPU.",
-    version=_version,
+    version=installed,
     suppress_keyboard_interrupt=False,  # sim.__main__ says it in a line
 )
 
@@ -106,7 +98,7 @@ def capacity(
     seeds
         How many independent searches make the interval; 1 for none.
     """
-    _virtual(options)
+    virtual(options, "a search")
     one = options.scenario(scenario)
     _check_search(tolerance, seeds)
     with progress("searches") as advance:
@@ -149,7 +141,7 @@ def budget(
     check
         Simulate it, and make the budget smaller until the limit holds.
     """
-    _virtual(options)
+    virtual(options, "a budget")
     if not 0 < quantile < 1:
         raise BadInput(f"{quantile:g} must be greater than 0 and less than 1", source="--quantile")
     for name, value in (("--decodes", decodes), ("--context", context), ("--prior-context", prior_context)):
@@ -183,7 +175,7 @@ def cost(scenario: str, *, tolerance: float = 0.01, seeds: Seeds = 5, options: O
     seeds
         As for capacity.
     """
-    _virtual(options)
+    virtual(options, "a search")
     one = options.scenario(scenario)
     _check_search(tolerance, seeds)
     with progress("searches") as advance:
@@ -235,13 +227,6 @@ def _policies(given: str | None, policy: str | None) -> Sequence[str]:
     return list(dict.fromkeys(chosen))
 
 
-def _virtual(options: Options) -> None:
-    if options.clock != "virtual":
-        raise BadInput("a search runs on the virtual clock", source="--clock")
-    if options.executor != "model":
-        raise BadInput("a search runs on the latency model", source="--executor")
-
-
 def _check_search(tolerance: float, seeds: int) -> None:
     if not 1e-6 <= tolerance < 1:
         raise BadInput(f"{tolerance:g} must be at least 1e-6 and less than 1", source="--tolerance")
@@ -266,3 +251,4 @@ _calibrate.command(_import)
 app.command(_calibrate)
 app.command("calibrate.commands:validate", name="validate", help="Simulate and measure a scenario, side by side.")
 app.command("calibrate.paper.commands:reproduce", name="reproduce", help="The paper's figures beside the simulation.")
+app.command("sim.sweep_command:sweep", name="sweep", help="Run many variations of a scenario: a row for each.")

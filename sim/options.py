@@ -67,12 +67,17 @@ class Options:
 
     def scenario(self, path: str) -> Scenario:
         """The scenario with these options in place."""
+        given = self.overrides()
+        output.prepare(self.out)
+        return Scenario.load(path, given)
+
+    def overrides(self) -> list[Setting]:
+        """The scenario keys that these options set."""
         given = [parse(text) for text in self.settings]
         for option, key in SHORTHANDS.items():
             if (value := getattr(self, option)) is not None:
                 given.append(Setting(key, value, f"--{option}"))
-        output.prepare(self.out)
-        return Scenario.load(path, given)
+        return given
 
     def engine(self) -> Engine | None:
         """What executes batches where it is not the latency model."""
@@ -80,6 +85,14 @@ class Options:
             return None
         engine: Engine = needing_torch("gpu_backend.engine", "--executor").executor
         return engine
+
+
+def virtual(options: Options, what: str) -> None:
+    """BadInput for options that `what` has no use for."""
+    if options.clock != "virtual":
+        raise BadInput(f"{what} runs on the virtual clock", source="--clock")
+    if options.executor != "model":
+        raise BadInput(f"{what} runs on the latency model", source="--executor")
 
 
 def needing_torch(module: str, source: str) -> ModuleType:

@@ -13,9 +13,10 @@ from pydantic import Field, PrivateAttr, ValidationError
 
 from sim import schema
 from sim.affine import AffineTable
-from sim.errors import BadInput
+from sim.errors import BadInput, shown
 from sim.hardware import DeviceTable, ModelTable
 from sim.policies import POLICIES
+from sim.profile import ProfileTable
 from sim.settings import Setting, apply, describe
 from sim.table import Table, one_of
 from sim.workload import WorkloadTable
@@ -51,7 +52,7 @@ class Scenario(Table):
     def load(cls, path: str | Path, settings: Sequence[Setting] = ()) -> Scenario:
         """Read a file and apply `settings` to it, in order. BadInput names the file, or the option that set the key."""
         path = Path(path)
-        data = _read(path)
+        data = read_toml(path, "scenario", LARGEST_FILE)
         data.setdefault("name", path.stem.encode(errors="replace").decode())
         return cls._build(data, path.resolve().parent, str(path), settings)
 
@@ -69,6 +70,8 @@ class Scenario(Table):
         new: Sequence[Setting],
         old: Sequence[Setting] = (),
         notes: Sequence[str] = (),
+        *,
+        check: bool = True,
     ) -> Scenario:
         new = [_found(setting, directory) for setting in new]
         settings = (*old, *new)
@@ -82,13 +85,18 @@ class Scenario(Table):
         scenario._source = source
         scenario._settings = settings
         scenario._notes = notes
-        scenario.check()
+        if check:
+            scenario.check()
         return scenario
 
     def with_(self, **changes: Any) -> Scenario:
         """A variation: keys are dotted paths with `__` for the dots, `with_(workload__arrivals__rate=3.0)`."""
-        settings = [Setting(key.replace("__", "."), value, "with_") for key, value in changes.items()]
-        return self._build(self._data(), self._directory, self._source, settings, self._settings, self._notes)
+        return self.vary([Setting(key.replace("__", "."), value, "with_") for key, value in changes.items()])
+
+    def vary(self, settings: Sequence[Setting], *, check: bool = True) -> Scenario:
+        """A variation by settings; without `check` one whose keys are valid, each by itself."""
+        old = self._settings
+        return self._build(self._data(), self._directory, self._source, settings, old, self._notes, check=check)
 
     def for_policy(self, policy: str) -> Scenario:
         """This scenario under `policy`, with the keys of its [policy] table in place."""
@@ -118,16 +126,21 @@ class Scenario(Table):
         """The same, with one more thing that the user should know."""
         return self._build(self._data(), self._directory, self._source, (), self._settings, (*self._notes, what))
 
-    def to_toml(self) -> str:
-        """The scenario as run: every default filled in, paths absolute."""
+    def to_toml(self, *, derived: bool = True) -> str:
+        """The scenario as run: every default filled in, paths absolute.
+
+        `derived` defaults follow from other keys; without them the text is one to make variations of.
+        """
         data = self._data()
         for engine in (data["engine"], *data.get("policy", {}).values()):
-            if self.engine.max_batch_tokens is None and "max_model_tokens" in engine:
+            if derived and self.engine.max_batch_tokens is None and "max_model_tokens" in engine:
                 engine.setdefault("max_batch_tokens", engine["max_model_tokens"])
         for table in (data["workload"]["arrivals"], data["workload"]["lengths"], data.get("model", {}), data["torch"]):
             for key in PATHS:
                 if key in table:
                     table[key] = str((self._directory / table[key]).resolve())
+        if isinstance(self.latency, ProfileTable) and (file := self._directory / self.latency.name).is_file():
+            data["latency"]["name"] = str(file.resolve())
         return tomli_w.dumps(data)
 
     def blame(self, error: BadInput) -> BadInput:
@@ -183,27 +196,30 @@ def _source_of(key: str | None, source: str, settings: Sequence[Setting], missin
     return source
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, kind: str, largest: int) -> dict[str, Any]:
+    """The tables of a TOML file that a user wrote, a `kind` of at most `largest` bytes. BadInput for anything else."""
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise BadInput("is not a regular file", source=str(path))
         with path.open("rb") as file:
-            raw = file.read(LARGEST_FILE + 1)
+            raw = file.read(largest + 1)
     except OSError as error:
         raise BadInput(_reason(error), source=str(path)) from None
-    if len(raw) > LARGEST_FILE:
-        raise BadInput(f"larger than {LARGEST_FILE} bytes: not a scenario", source=str(path))
+    except ValueError as error:  # a NUL in the name
+        raise BadInput(str(error), source=shown(str(path))) from None
+    if len(raw) > largest:
+        raise BadInput(f"larger than {largest} bytes: not a {kind}", source=str(path))
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadInput(f"not UTF-8: byte {raw[error.start]:#04x} at position {error.start}", source=str(path)) from None
-    return _parse(text, str(path))
+    return _parse(text, str(path), kind)
 
 
-def _parse(text: str, source: str) -> dict[str, Any]:
+def _parse(text: str, source: str, kind: str = "scenario") -> dict[str, Any]:
     for row, line in enumerate(text.split("\n"), start=1):
         if len(line) > LONGEST_LINE:
-            raise BadInput(f"longer than {LONGEST_LINE} characters: not a scenario", source=source, key=f"line {row}")
+            raise BadInput(f"longer than {LONGEST_LINE} characters: not a {kind}", source=source, key=f"line {row}")
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # not TOML, or an integer of more digits than Python reads

@@ -21,10 +21,11 @@ class Table(BaseModel):
     def _keys_are_known(cls, data: Any) -> Any:
         """An unknown key is answered with the nearest known one."""
         if isinstance(data, dict):
+            known = [field.alias or name for name, field in cls.model_fields.items()]
             for key in data:
-                if key not in cls.model_fields:
+                if key not in known:
                     kind = f"key of kind {data['kind']!r}:" if "kind" in data else "key"
-                    what = unknown(kind, str(key), cls.model_fields)
+                    what = unknown(kind, str(key), known)
                     raise PydanticCustomError("unknown_key", "{what}", {"key": str(key), "what": what})
         return data
 

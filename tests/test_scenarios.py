@@ -20,7 +20,7 @@ from sim.simulate import Plan, plan, simulate, workload
 ROOT = Path(__file__).resolve().parents[1]
 SCENARIOS = ROOT / "scenarios"
 TRACES = ROOT.parent / "shared/data/traces"
-FILES = sorted(SCENARIOS.glob("**/*.toml"))
+FILES = sorted(file for file in SCENARIOS.glob("**/*.toml") if file.parent.name != "studies")
 NAMES = [str(file.relative_to(SCENARIOS).with_suffix("")) for file in FILES]
 
 # scenario: its trace (as stored here, requests in it)
