@@ -25,7 +25,7 @@ from sim.simulate import workload
 
 Floats = npt.NDArray[np.float64]
 CAPACITY = 0.05  # standard deviations of logarithms: how far the model is trusted to come
-BASE = (0.05, 0.3)  # of one stage, of pipelines: Falcon-180B's in Table 3 is twice that of Fig. 13a
+BASE = (0.025, 0.3)  # of one stage, of pipelines: Falcon-180B's in Table 3 is twice that of Fig. 13a
 DECODE = 0.08
 RATIO = 0.08  # three sources of the paper give three values for it (Fig. 14)
 OUTLIER = 2.0  # standard deviations
@@ -48,20 +48,20 @@ PRIORS: dict[str, tuple[float, float]] = {
 # Where the search starts, found by hand: the prior's middle is far from the pipelined ones.
 STARTS: dict[str, Figures] = {
     "mistral-7b": {
-        **{"compute_efficiency": 0.49, "memory_efficiency": 0.75, "kv_efficiency": 0.94, "attention_efficiency": 0.33},
-        **{"overlap": 0.2, "step": 3e-3, "sequence": 2e-5},
+        **{"compute_efficiency": 0.5, "memory_efficiency": 0.8, "kv_efficiency": 0.95, "attention_efficiency": 0.3},
+        **{"overlap": 0.3, "step": 3e-3, "sequence": 2e-5},
     },
     "yi-34b": {
-        **{"compute_efficiency": 0.56, "memory_efficiency": 0.69, "kv_efficiency": 0.94, "attention_efficiency": 0.36},
-        **{"link_efficiency": 0.75, "reduce_latency": 4.6e-5, "overlap": 0.2, "step": 6e-3, "sequence": 9e-6},
+        **{"compute_efficiency": 0.6, "memory_efficiency": 0.78, "kv_efficiency": 0.95, "attention_efficiency": 0.26},
+        **{"link_efficiency": 0.68, "reduce_latency": 4e-5, "overlap": 0.45, "step": 5e-3, "sequence": 1e-5},
     },
     "llama-2-70b": {
-        **{"compute_efficiency": 0.87, "memory_efficiency": 0.88, "kv_efficiency": 0.65, "attention_efficiency": 0.16},
-        **{"link_efficiency": 0.87, "reduce_latency": 6e-5, "overlap": 0.85, "step": 1e-2, "sequence": 2e-4},
+        **{"compute_efficiency": 0.92, "memory_efficiency": 0.91, "kv_efficiency": 0.9, "attention_efficiency": 0.11},
+        **{"link_efficiency": 0.84, "reduce_latency": 4.5e-5, "overlap": 0.72, "step": 1.3e-2, "sequence": 2.3e-4},
     },
     "falcon-180b": {
-        **{"compute_efficiency": 0.7, "memory_efficiency": 0.85, "kv_efficiency": 0.65, "attention_efficiency": 0.2},
-        **{"link_efficiency": 0.7, "reduce_latency": 6e-5, "overlap": 0.85, "step": 1e-2, "sequence": 2e-4},
+        **{"compute_efficiency": 0.92, "memory_efficiency": 0.85, "kv_efficiency": 0.7, "attention_efficiency": 0.08},
+        **{"link_efficiency": 0.88, "reduce_latency": 3.5e-5, "overlap": 0.3, "step": 8e-3, "sequence": 3e-4},
     },
     "falcon-180b-tp8": {"reduce_latency": 1.5e-3},
 }
