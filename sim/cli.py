@@ -10,12 +10,12 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from sim import output
+from sim import bench, output
 from sim.capacity import capacity as search_capacity
 from sim.cost import cost as find_cost
 from sim.errors import BadInput, unknown
 from sim.listing import LISTS, explain
-from sim.options import Options, Seeds, answer, keep, progress, watch
+from sim.options import Options, Seeds, answer, keep, progress, say, watch
 from sim.parallel import cores, each
 from sim.policies import COMPARED, POLICIES
 from sim.report import Report
@@ -46,9 +46,12 @@ def run(scenario: str, *, options: Options = Options()) -> None:
     one = options.scenario(scenario)
     with progress("requests") as advance:
         look = watch(advance, one.workload.requests)
-        report = simulate(one, wall_clock=options.clock == "wall", watch=look, engine=options.engine())
+        wall, kept = options.clock == "wall", options.out is not None
+        report = simulate(one, keep_tokens=kept, wall_clock=wall, watch=look, engine=options.engine())
     if options.out:
         output.write(options.out, output.of_run(report))
+        if bench.too_many(report.record):
+            say(f"vllm_bench.json is without itls: more than {bench.MOST_GAPS:,} output tokens")
     answer(options, one, report.summary, lambda show: show.run(report.summary, report.plan))
 
 
@@ -169,12 +172,13 @@ def list_(what: str, *, json: Annotated[bool, Parameter(negative="", show_defaul
 class _Task:
     scenario: Scenario
     wall_clock: bool
-    keep_steps: bool
+    keep: bool
     engine: Engine | None
 
 
 def _run_task(task: _Task) -> Report:
-    return simulate(task.scenario, keep_steps=task.keep_steps, wall_clock=task.wall_clock, engine=task.engine)
+    keep, wall = task.keep, task.wall_clock
+    return simulate(task.scenario, keep_steps=keep, keep_tokens=keep, wall_clock=wall, engine=task.engine)
 
 
 def _policies(given: str | None, policy: str | None) -> Sequence[str]:

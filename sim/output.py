@@ -10,6 +10,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sim import bench
 from sim.errors import BadInput
 from sim.report import Report
 
@@ -25,13 +26,14 @@ def as_json(value: Any) -> str:
 
 
 def of_run(report: Report) -> dict[str, bytes]:
-    """The files of one run."""
-    return {
+    """The files of one run; `vllm_bench.json` where it kept its tokens."""
+    files = {
         "requests.parquet": _parquet(report.requests),
         "steps.parquet": _parquet(report.steps),
         "summary.json": as_json(report.summary).encode(),
         "scenario.toml": report.plan.scenario.to_toml().encode(),
     }
+    return files | {"vllm_bench.json": bench.of_run(report)} if report.record.tokens is not None else files
 
 
 def prepare(directory: Path | None) -> None:
