@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
@@ -41,9 +42,16 @@ app = App(
 
 
 @app.command
-def run(scenario: str, *, options: Options = Options()) -> None:
-    """Run one scenario and print what came of it."""
+def run(scenario: str, *, trace_out: Path | None = None, options: Options = Options()) -> None:
+    """Run one scenario and print what came of it.
+
+    Parameters
+    ----------
+    trace_out
+        Write a timeline of the run to this file (Chrome's trace format, gzipped if *.gz), for ui.perfetto.dev.
+    """
     one = options.scenario(scenario)
+    output.prepare_file(trace_out, "--trace-out")
     with progress("requests") as advance:
         look = watch(advance, one.workload.requests)
         wall, kept = options.clock == "wall", options.out is not None
@@ -52,6 +60,12 @@ def run(scenario: str, *, options: Options = Options()) -> None:
         output.write(options.out, output.of_run(report))
         if bench.too_many(report.record):
             say(f"vllm_bench.json is without itls: more than {bench.MOST_GAPS:,} output tokens")
+    if trace_out:
+        from sim import timeline
+
+        name = f"{one.name}, {report.summary['policy']}"
+        timeline.write(trace_out, report.requests, report.steps, name, source="--trace-out")
+        say(f"the timeline is in {trace_out}")
     answer(options, one, report.summary, lambda show: show.run(report.summary, report.plan))
 
 
@@ -218,4 +232,5 @@ for _kind, _code, _help in (
     _import.command(f"calibrate.import_commands:{_code}", name=_kind, help=_help)
 _calibrate.command(_import)
 app.command(_calibrate)
+app.command("sim.timeline:trace", name="trace", help="Make a timeline of a kept run, for Perfetto.")
 app.command("calibrate.commands:validate", name="validate", help="Simulate and measure a scenario, side by side.")

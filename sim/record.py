@@ -50,6 +50,8 @@ class Record:
         self.gaps = array("d")
         self.gap_counts = array("i")
         self.steps = bytearray() if keep_steps else None  # rows of STEP_COLUMNS
+        self.stage_starts = array("d")  # of each row's stages in turn, where there are several
+        self.stage_ends = array("d")
         self.tokens = TokenLog() if keep_tokens else None
         self.iterations = 0
         self.preempted = 0
@@ -106,6 +108,9 @@ class Record:
                 batch.waiting,
                 batch.preempted,
             )
+            if len(batch.seconds) > 1:
+                self.stage_starts.extend(batch.stage_starts)
+                self.stage_ends.extend(batch.stage_ends)
 
     def finished(self, request: Request, now: float) -> None:
         """A request emitted its last token."""
