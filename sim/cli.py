@@ -232,5 +232,8 @@ for _kind, _code, _help in (
     _import.command(f"calibrate.import_commands:{_code}", name=_kind, help=_help)
 _calibrate.command(_import)
 app.command(_calibrate)
+_scenario = App(name="scenario", help="Make a scenario from what another tool was told.")
+_scenario.command("sim.from_vllm:from_vllm", name="from-vllm", help="From the arguments of a vLLM server.")
+app.command(_scenario)
 app.command("sim.timeline:trace", name="trace", help="Make a timeline of a kept run, for Perfetto.")
 app.command("calibrate.commands:validate", name="validate", help="Simulate and measure a scenario, side by side.")
