@@ -238,7 +238,7 @@ class _Made:
             stored, checkpoint = _stored(path)
             why = "quantization_config of its config.json"
         else:
-            found, stored = _catalogue(name)
+            found, stored = catalogued(name)
             self.put("model", "name", found, f"--model {name}")
             checkpoint = "float16" if found.startswith("llama-2") else "bfloat16"
             why = f"by the name {name}"
@@ -427,7 +427,7 @@ def _stored(path: Path) -> tuple[str | None, str]:
     return QUANTIZED.get(method), "bfloat16" if plain == "bfloat16" else "float16"
 
 
-def _catalogue(name: str) -> tuple[str, str | None]:
+def catalogued(name: str) -> tuple[str, str | None]:
     """The catalogue model that a name on Hugging Face stands for, and the quantized dtype that the name tells."""
     entries = catalogue.entries("model")
     names = {alias: found for found, facts in entries.items() for alias in (found, *facts.get("aliases", ()))}

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from sim import BadInput, Scenario
+from sim import BadInput, Scenario, catalogue
 from sim.__main__ import status
-from sim.from_vllm import Converted, convert, known, parse
+from sim.from_vllm import Converted, catalogued, convert, known, parse
 from sim.simulate import plan, simulate
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -151,12 +151,9 @@ def test_other_shapes_are_not_taken_for_known_ones(name: str) -> None:
 
 
 def test_every_alias_of_the_catalogue_is_its_model() -> None:
-    from sim import catalogue
-    from sim.from_vllm import _catalogue
-
     for found, facts in catalogue.entries("model").items():
         for name in (found, *facts.get("aliases", ())):
-            assert _catalogue(name) == (found, None)
+            assert catalogued(name) == (found, None)
 
 
 @pytest.mark.parametrize(
