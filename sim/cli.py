@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -133,9 +133,12 @@ def capacity(
             workers=cores(),
             progress=advance,
         )
-    result = {"results": [one_policy.to_dict() for one_policy in found]}
+    result: dict[str, Any] = {"results": [one_policy.to_dict() for one_policy in found]}
+    if options.rate is not None:  # which the search tries first
+        for row, one_policy in zip(result["results"], found, strict=True):
+            row["asked"] = {"rate": options.rate, "feasible": one_policy.trials[0].met}
     keep(options, one, "capacity.json", result)
-    answer(options, one, result, lambda show: show.capacities(found, one))
+    answer(options, one, result, lambda show: show.capacities(found, one, asked=options.rate))
 
 
 @app.command
