@@ -71,13 +71,16 @@ def replayed(scenario: Scenario, path: Path, measured: BenchResult) -> tuple[Sce
         raise BadInput("no request completed", source=str(path))
     trace = {"kind": "trace", "path": str(path.resolve())}
     arrivals, how = _arrivals(measured, trace)
-    made = scenario.with_(
-        workload__requests=good,
-        workload__arrivals=arrivals,
-        workload__lengths=trace,
-        metrics__warmup=0.0,
-        metrics__drain=0.0,
-    )
+    try:
+        made = scenario.with_(
+            workload__requests=good,
+            workload__arrivals=arrivals,
+            workload__lengths=trace,
+            metrics__warmup=0.0,
+            metrics__drain=0.0,
+        )
+    except BadInput as error:  # of a rate, say, that no arrivals can have
+        raise BadInput(error.what, source=str(path), key=error.key) from None
     return made, how
 
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as profile
+from hypothesis import strategies as st
 from test_bench import SCENARIO, strict
 
 from sim import BadInput, Scenario, bench, simulate
@@ -185,6 +188,8 @@ def test_one_reader_for_traces_and_results(here: Path) -> None:
         ({"output_lens": [0, 0, 0]}, "r.json: no request completed"),
         ({"input_lens": [], "output_lens": []}, "r.json: holds no requests"),
         ({"input_lens": [100, 7, 600]}, "row 3, columns input_lens and output_lens"),
+        ({"start_times": ..., "burstiness": 1e-9}, "r.json: [workload.arrivals] cv"),
+        ({"request_rate": "inf", "max_concurrency": 1e300}, "r.json: [workload.arrivals] concurrency"),
     ],
 )
 def test_results_that_cannot_be_used(
@@ -230,3 +235,25 @@ def test_every_run_can_be_laid_beside(here: Path) -> None:
     assert whole[done] == pytest.approx(measured.latencies[done])
     with pytest.raises(BadInput, match="no such file"):
         read_bench(here / "none.json", "none.json")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+@profile(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(key=st.sampled_from(sorted(RESULT)), value=JSON)
+def test_any_value_of_any_key_is_read_or_refused(key: str, value: Any, here: Path) -> None:
+    """Never a traceback, and what is read can be served."""
+    path = changed(here, **{key: value})
+    try:
+        measured = read_bench(path, "r.json")
+        scenario, _ = replayed(Scenario.load(here / "s.toml"), path, measured)
+        told = compared(simulate(scenario), measured)
+    except BadInput as error:
+        assert "\n" not in str(error)
+    else:
+        assert json.dumps([told, differences(scenario, measured)], allow_nan=False)

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as profile
+from hypothesis import strategies as st
 
 from sim import BadInput, Scenario, catalogue
 from sim.__main__ import status
@@ -288,3 +291,21 @@ def test_kv_cache_of_fp8_doubles_the_blocks() -> None:
         return plan(Scenario.from_toml(made.text)).deployment.limits.num_blocks
 
     assert blocks("--kv-cache-dtype", "fp8") == pytest.approx(2 * blocks(), rel=1e-3)
+
+
+WORDS = st.sampled_from([f"--{name}" for names in known().values() if isinstance(names, list) for name in names])
+WORDS |= st.sampled_from(
+    ["-tp", "-dp", "-q", "-O3", "-O", "--", "-", "--=", "serve", LLAMA, "1", "-1", "8k", "auto", "x"]
+)
+WORDS |= st.text(max_size=6)
+
+
+@profile(max_examples=300, deadline=None)
+@given(words=st.lists(WORDS, max_size=6), ours=st.booleans())
+def test_any_words_are_a_scenario_or_an_error(words: list[str], ours: bool) -> None:
+    try:
+        said = convert([*([LLAMA] if ours else []), *words], "h100-sxm")
+    except BadInput as error:
+        assert "\n" not in str(error)
+    else:
+        assert Scenario.from_toml(said.text)
