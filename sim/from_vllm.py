@@ -188,8 +188,8 @@ def _argument(head: str) -> tuple[str, bool | str]:
         if name and name in (f"no-{flag}", _inverse(flag)):
             return flag, False
     every = [f"--{name}" for who, names in kinds.items() if isinstance(names, list) for name in names]
-    what = unknown("argument of vLLM", head.replace("_", "-"), every)
-    raise BadInput(what if "did you mean" in what else f"unknown argument of vLLM {head!r}", source=SOURCE)
+    told = unknown("argument of vLLM", head.replace("_", "-"), every).partition("; known:")[0]
+    raise BadInput(told, source=SOURCE)
 
 
 def _inverse(flag: str) -> str:
@@ -213,15 +213,14 @@ class _Made:
     shape: hardware.Model | None = None
 
     def put(self, table: str, key: str, value: Any, why: str) -> None:
-        self.lines.setdefault(table, []).append(f"{tomli_w.dumps({key: value}).strip()}  # {why}")
+        self.lines.setdefault(table, []).append(f"{tomli_w.dumps({key: value}).strip()}  # {_comment(why)}")
 
     def take(self, name: str, read: Callable[[str, str], Any], default: Any) -> tuple[Any, str]:
         """The value of an argument, or vLLM's default, and a comment that says which."""
         self.used.add(name)
         if name not in self.given:
             return default, f"vLLM's default of --{name}"
-        value = self.given[name]
-        return (value if isinstance(value, bool) else read(name, value)), f"--{name}"
+        return read(name, self.given[name]), f"--{name}"
 
     # The tables
 
@@ -293,7 +292,8 @@ class _Made:
     def engine(self) -> None:
         """[engine] and [scheduler]."""
         assert self.shape is not None
-        chunked, how = self.take("enable-chunked-prefill", _flag, True)
+        chunked, how = self.given.get("enable-chunked-prefill", True), "--enable-chunked-prefill"
+        self.used.add("enable-chunked-prefill")
         longest, why = self.take("max-model-len", _tokens, self.shape.context_limit)
         if longest == -1:
             longest, why = self.shape.context_limit, "the model's; --max-model-len auto may be less, where memory is"
@@ -318,11 +318,11 @@ class _Made:
         self.put("engine", "max_sequences", sequences, sequences_why)
         self.put("engine", "max_model_tokens", longest, why)
         if chunked:
-            self.put("scheduler", "policy", "stall-free", f"chunked prefill: {how}")
+            self.put("scheduler", "policy", "stall-free", f"{how}, vLLM's default")
             self.put("scheduler", "token_budget", batch, batch_why)
         else:
             self.put("engine", "max_batch_tokens", batch, batch_why)
-            self.put("scheduler", "policy", "prefill-first", f"without chunked prefill: {how}")
+            self.put("scheduler", "policy", "prefill-first", f"without {how}")
         if "enable-prefix-caching" not in self.given:
             self.remarks.append(f"--enable-prefix-caching, on by default: {REASONS['enable-prefix-caching']}")
         self.lines["latency"] = ['kind = "roofline"  # not calibrated; a profile of the deployment does better']
@@ -396,11 +396,16 @@ class _Made:
         model = self.given["model"]
         head = [
             f"# From the arguments of a vLLM server (defaults of vLLM {known()['version']}).",
-            *(f"# {' '.join(note.split())}" for note in self.notes()),
+            *(f"# {_comment(note)}" for note in self.notes()),
             tomli_w.dumps({"name": f"{Path(model).name} on {self.device.name}, from vLLM's arguments"}).strip(),
         ]
         tables = [f"\n[{table}]\n" + "\n".join(lines) for table, lines in self.lines.items()]
         return "\n".join(head) + "\n" + "\n".join(tables) + "\n" + TRAFFIC
+
+
+def _comment(text: str) -> str:
+    """On one line, whatever a name holds."""
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def _config(path: Path) -> Path | None:
@@ -435,12 +440,8 @@ def catalogued(name: str) -> tuple[str, str | None]:
     for alias, found in names.items():
         if _plain(alias)[0] == plain:
             return found, stored
-    what = unknown("model", name, names)
-    hint = "give a folder with its config.json" if "did you mean" in what else "known are `servecast list models`"
-    what = what if "did you mean" in what else f"unknown model {shown(name)}"
-    raise BadInput(
-        f"{what}; or {hint}" if "did" in what else f"{what}; {hint}, or a folder", source=SOURCE, key="--model"
-    )
+    told = unknown("model", name, names).partition("; known:")[0]
+    raise BadInput(f"{told}; else give a folder with its config.json", source=SOURCE, key="--model")
 
 
 def _plain(name: str) -> tuple[str, str | None]:
@@ -483,7 +484,3 @@ def _share(name: str, text: str) -> float:
     if not 0 <= value <= 1 or (value == 0 and name != "watermark") or (value == 1 and name == "watermark"):
         raise BadInput(f"{shown(text)} must be a share of 1", source=SOURCE, key=f"--{name}")
     return value
-
-
-def _flag(name: str, text: str) -> bool:
-    raise BadInput(f"{shown(text)}: takes no value", source=SOURCE, key=f"--{name}")

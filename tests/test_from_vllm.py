@@ -279,6 +279,12 @@ def test_the_device_is_ours(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert "--out" in capsys.readouterr().err
 
 
+def test_a_name_may_hold_anything() -> None:
+    """A line end in it does not end the comment it stands in."""
+    said = convert(["me\n[engine]\x00/Llama-3.1-8B"], "h100-sxm")
+    assert tomllib.loads(said.text)["model"]["name"] == "llama-3.1-8b"
+
+
 def test_lengths_in_vllm_s_units() -> None:
     for text, tokens in (("8192", 8192), ("8k", 8000), ("8K", 8192), ("1.5k", 1500), ("1m", 10**6), ("-1", 131072)):
         assert made("--max-model-len", text)["engine"]["max_model_tokens"] == tokens
