@@ -177,12 +177,13 @@ def validate(
     for number in range(2):
         beside = Beside(executor, planned.executor(), anchors)
         executor.forget()
-        runs.append((simulate(scenario, engine=lambda _, beside=beside: lambda: beside), beside))  # type: ignore[misc]
+        run = simulate(scenario, keep_tokens=True, engine=lambda _, beside=beside: lambda: beside)  # type: ignore[misc]
+        runs.append((run, beside))
         if progress:
             progress(number + 1, 3)
     if not all(beside.rows for _, beside in runs):
         raise scenario.blame(BadInput("no iteration was run: there is nothing to compare", key="[workload]"))
-    simulated = simulate(scenario)
+    simulated = simulate(scenario, keep_tokens=True)
     (measured, first), (again, second) = runs
     profile = None if anchors is None else _profile_of([*first.anchored, *second.anchored], anchors, points, planned)
     anchored = None if profile is None else simulate(scenario, engine=lambda _: lambda: ProfileLatency(profile))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from sim import output
+from sim import bench, output
 from sim.capacity import capacity as search_capacity
 from sim.cost import cost as find_cost
 from sim.errors import BadInput, unknown
 from sim.listing import LISTS, explain
-from sim.options import Count, Options, Seeds, answer, keep, progress, virtual, watch
+from sim.options import Count, Options, Seeds, answer, keep, progress, say, virtual, watch
 from sim.parallel import cores, each, installed
 from sim.planner import budget as find_budget
 from sim.policies import COMPARED, POLICIES
@@ -35,14 +36,30 @@ app = App(
 
 
 @app.command
-def run(scenario: str, *, options: Options = Options()) -> None:
-    """Run one scenario and print what came of it."""
+def run(scenario: str, *, trace_out: Path | None = None, options: Options = Options()) -> None:
+    """Run one scenario and print what came of it.
+
+    Parameters
+    ----------
+    trace_out
+        Write a timeline of the run to this file (Chrome's trace format, gzipped if *.gz), for ui.perfetto.dev.
+    """
     one = options.scenario(scenario)
+    output.prepare_file(trace_out, "--trace-out")
     with progress("requests") as advance:
         look = watch(advance, one.workload.requests)
-        report = simulate(one, wall_clock=options.clock == "wall", watch=look, engine=options.engine())
+        wall, kept = options.clock == "wall", options.out is not None
+        report = simulate(one, keep_tokens=kept, wall_clock=wall, watch=look, engine=options.engine())
     if options.out:
         output.write(options.out, output.of_run(report))
+        if bench.too_many(report.record):
+            say(f"vllm_bench.json is without itls: more than {bench.MOST_GAPS:,} output tokens")
+    if trace_out:
+        from sim import timeline
+
+        name = f"{one.name}, {report.summary['policy']}"
+        timeline.write(trace_out, report.requests, report.steps, name, source="--trace-out")
+        say(f"the timeline is in {trace_out}")
     answer(options, one, report.summary, lambda show: show.run(report.summary, report.plan))
 
 
@@ -110,9 +127,12 @@ def capacity(
             workers=cores(),
             progress=advance,
         )
-    result = {"results": [one_policy.to_dict() for one_policy in found]}
+    result: dict[str, Any] = {"results": [one_policy.to_dict() for one_policy in found]}
+    if options.rate is not None:  # which the search tries first
+        for row, one_policy in zip(result["results"], found, strict=True):
+            row["asked"] = {"rate": options.rate, "feasible": one_policy.trials[0].met}
     keep(options, one, "capacity.json", result)
-    answer(options, one, result, lambda show: show.capacities(found, one))
+    answer(options, one, result, lambda show: show.capacities(found, one, asked=options.rate))
 
 
 @app.command
@@ -210,12 +230,13 @@ def list_(what: str, *, json: Annotated[bool, Parameter(negative="", show_defaul
 class _Task:
     scenario: Scenario
     wall_clock: bool
-    keep_steps: bool
+    keep: bool
     engine: Engine | None
 
 
 def _run_task(task: _Task) -> Report:
-    return simulate(task.scenario, keep_steps=task.keep_steps, wall_clock=task.wall_clock, engine=task.engine)
+    keep, wall = task.keep, task.wall_clock
+    return simulate(task.scenario, keep_steps=keep, keep_tokens=keep, wall_clock=wall, engine=task.engine)
 
 
 def _policies(given: str | None, policy: str | None) -> Sequence[str]:
@@ -249,6 +270,11 @@ for _kind, _code, _help in (
     _import.command(f"calibrate.import_commands:{_code}", name=_kind, help=_help)
 _calibrate.command(_import)
 app.command(_calibrate)
+_scenario = App(name="scenario", help="Make a scenario from what another tool was told.")
+_scenario.command("sim.from_vllm:from_vllm", name="from-vllm", help="From the arguments of a vLLM server.")
+app.command(_scenario)
+app.command("sim.beside:beside", name="beside", help="Lay a measured run beside the forecast.")
+app.command("sim.timeline:trace", name="trace", help="Make a timeline of a kept run, for Perfetto.")
 app.command("calibrate.commands:validate", name="validate", help="Simulate and measure a scenario, side by side.")
 app.command("calibrate.paper.commands:reproduce", name="reproduce", help="The paper's figures beside the simulation.")
 app.command("sim.sweep_command:sweep", name="sweep", help="Run many variations of a scenario: a row for each.")

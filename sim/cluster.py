@@ -12,6 +12,7 @@ import simpy
 from simpy.core import StopSimulation
 from simpy.rt import RealtimeEnvironment
 
+from sim.decodes import Decodes
 from sim.executor import Executor
 from sim.record import Record
 from sim.replica import ARRIVE, LAST, At, Replica
@@ -47,6 +48,7 @@ def serve(
     warmup: float = 0.0,
     drain: float = 0.0,
     keep_steps: bool = True,
+    keep_tokens: bool = False,
     wall_clock: bool = False,
     watch: Watch | None = None,
 ) -> Record:
@@ -56,11 +58,20 @@ def serve(
     iteration last what its executor says, or with `wall_clock` the same clock bound to real time.
     """
     env: simpy.Environment = RealtimeEnvironment(strict=False) if wall_clock else simpy.Environment()
-    record = Record(len(workload.prompts), keep_steps=keep_steps)
+    record = Record(len(workload.prompts), keep_steps=keep_steps, keep_tokens=keep_tokens)
     arrivals = _Arrivals(env, workload, deployment.limits, record, warmup, drain)
+    new_group = Decodes if record.tokens is None else record.tokens.group
     replicas = [
         Replica(
-            *(env, index, Scheduler(deployment.limits), executor(), deployment.stages, deployment.ahead, record),
+            *(
+                env,
+                index,
+                Scheduler(deployment.limits, new_group),
+                executor(),
+                deployment.stages,
+                deployment.ahead,
+                record,
+            ),
             arrivals.finished,
         )
         for index in range(deployment.replicas)

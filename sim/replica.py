@@ -109,10 +109,12 @@ class Replica:
         if len(step.seconds) == 1:
             batch.end = self.free_at[0] = now + step.seconds[0]
         else:
-            batch.stage_ends = []
+            batch.stage_starts, batch.stage_ends = [], []
             ready = now
             for stage, (seconds, free) in enumerate(zip(step.seconds, self.free_at, strict=True)):
-                self.free_at[stage] = end = (ready if ready > free else free) + seconds
+                start = ready if ready > free else free
+                self.free_at[stage] = end = start + seconds
+                batch.stage_starts.append(start)
                 batch.stage_ends.append(end)
                 ready = end + step.hop
             batch.end = batch.stage_ends[-1]

@@ -74,11 +74,18 @@ class Report:
 
     @cached_property
     def steps(self) -> pl.DataFrame:
-        """One row per iteration, in order of commit; empty where they were not kept."""
+        """One row per iteration, in order of commit; empty where they were not kept.
+
+        Of a pipeline also `stage_starts_s` and `stage_ends_s`: an array of times each, a stage at a time.
+        """
         import polars as pl
 
         ints = pl.col(pl.Int32).cast(pl.Int64)
-        return pl.DataFrame({name: self.columns(name) for name in STEP_COLUMNS}).with_columns(ints)
+        frame = pl.DataFrame({name: self.columns(name) for name in STEP_COLUMNS}).with_columns(ints)
+        if (stages := self.plan.deployment.stages) == 1:
+            return frame
+        times = {name: np.frombuffer(getattr(self.record, name)) for name in ("stage_starts", "stage_ends")}
+        return frame.with_columns(pl.Series(f"{name}_s", of.reshape(-1, stages)) for name, of in times.items())
 
     def columns(self, name: str) -> npt.NDArray[Any]:
         """One column of the iterations, without a frame."""

@@ -102,6 +102,7 @@ class Batch:
         "prefill_tokens",
         "seconds",
         "stage_ends",
+        "stage_starts",
         "start",
         "waiting",
     )
@@ -110,7 +111,8 @@ class Batch:
     start: float  # of its first stage
     end: float  # of its last stage
     seconds: tuple[float, ...]  # that each stage works on it
-    stage_ends: list[float]  # with several stages only
+    stage_starts: list[float]  # with several stages only, as the next
+    stage_ends: list[float]
     gap: float  # seconds since the group's last tokens, of `gap_count` measured requests
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +59,7 @@ class Scheduler:
         "decoding",
         "held",
         "limits",
+        "new_group",
         "now",
         "outstanding",
         "policy",
@@ -67,8 +69,9 @@ class Scheduler:
         "waiting",
     )
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, new_group: Callable[[int], Decodes] = Decodes) -> None:
         self.limits = limits
+        self.new_group = new_group
         self.policy = POLICIES[limits.policy]
         self.blocks = Blocks(limits.num_blocks, limits.block_tokens, limits.watermark, limits.reservation)
         self.waiting: deque[Request] = deque()
@@ -201,7 +204,7 @@ class Scheduler:
         if request.emitted == request.output:
             return True
         if self.decoding is None:
-            self.decoding = Decodes(self.blocks.block_tokens)
+            self.decoding = self.new_group(self.blocks.block_tokens)
         self.decoding.join(request)
         return False
 

@@ -103,8 +103,8 @@ def compare(summaries: Sequence[Summary], plan: Plan) -> RenderableType:
     return Group(head, "", table, *_notes([*notes, summaries[0]["times_from"]]))
 
 
-def capacities(found: Sequence[Capacity], scenario: Scenario) -> RenderableType:
-    """Capacity per policy, with what limits it."""
+def capacities(found: Sequence[Capacity], scenario: Scenario, *, asked: float | None = None) -> RenderableType:
+    """Capacity per policy, with what limits it, and whether the rate that was `asked` for is within it."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading, justify in (
         ("policy", "left"),
@@ -126,6 +126,7 @@ def capacities(found: Sequence[Capacity], scenario: Scenario) -> RenderableType:
         _title(scenario.name, "SLO: " + ", ".join(limits)),
         "",
         table,
+        *(["", *_answers(found, asked)] if asked is not None else []),
         *_notes([*filter(None, [meaning]), *notes, times_from(scenario)]),
     )
 
@@ -156,6 +157,16 @@ def budget(result: Mapping[str, Any], scenario: Scenario) -> RenderableType:
         f"{assumed['prior_context_tokens']:,} (quantile {result['quantile']:g} of the workload where not given)"
     )
     return Group(_title(scenario.name, limit), "", table, *_notes([what, *result["notes"], times_from(scenario)]))
+
+
+def _answers(found: Sequence[Capacity], asked: float) -> Iterable[str]:
+    """Whether the rate that was asked for is feasible, and what is at most if not."""
+    for one in found:
+        if one.trials[0].met:
+            yield f"{asked:g} requests/s are feasible with {one.policy}"
+        else:
+            interval = "" if one.interval is None else f" ({one.interval[0]:.3g} to {one.interval[1]:.3g})"
+            yield f"{asked:g} requests/s are not feasible with {one.policy}: at most {number(one.rate)}{interval}"
 
 
 def cost(result: Mapping[str, Any], scenario: Scenario) -> RenderableType:
@@ -279,7 +290,8 @@ def _distributions(summary: Summary) -> Table:
         table.add_column(column if column in ("mean", "max", "n") else column.upper(), justify="right")
     for key, label in METRICS.items():
         values = summary[key]
-        table.add_row(label, *(seconds(values[column]) for column in COLUMNS), number(values["n"]))
+        n = number(values["n"]) + (" gaps" if key == "tbt_s" else " requests" if key == "tpot_s" else "")
+        table.add_row(label, *(seconds(values[column]) for column in COLUMNS), n)
     return table
 
 

@@ -66,6 +66,7 @@ def simulate(
     scenario: Scenario,
     *,
     keep_steps: bool = True,
+    keep_tokens: bool = False,
     wall_clock: bool = False,
     watch: Watch | None = None,
     requests: Workload | None = None,
@@ -73,7 +74,8 @@ def simulate(
 ) -> Report:
     """Run a scenario. `requests` are used instead of the workload that the scenario describes, where given.
 
-    `engine(plan)` makes what executes batches instead of the scenario's latency model (`gpu_backend.engine.executor`).
+    `keep_tokens` logs when every token came, for `sim.bench`. `engine(plan)` makes what executes batches instead of the
+    scenario's latency model (`gpu_backend.engine.executor`).
 
     `watch(record, now)` sees the run from time to time and stops it by returning True; `wall_clock` lets requests
     arrive in real time. BadInput for a scenario that cannot be run.
@@ -92,6 +94,7 @@ def simulate(
             warmup=metrics.warmup,
             drain=metrics.drain,
             keep_steps=keep_steps,
+            keep_tokens=keep_tokens,
             wall_clock=wall_clock,
             watch=watch,
         )

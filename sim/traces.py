@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
 from sim.arrivals import FloatArray
@@ -352,6 +353,71 @@ def _is_bench(path: Path, head: bytes) -> bool:
 
 def _bench(path: Path) -> tuple[Format, pl.DataFrame, list[str]]:
     """Lengths, and arrivals where the result has `start_times`; a request that failed has an output length of 0."""
+    result = _bench_object(path)
+    form = BENCH if result.get("start_times") else BENCH._replace(time=None)
+    numbers = {name: _bench_numbers(result, name) for name in form.columns}
+    notes = [] if form.time else ["no start_times: lengths only"]
+    return form, pl.DataFrame(numbers).with_row_index("row", offset=1), notes
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """What `vllm bench serve --save-result --save-detailed` measured: index i is request i, in the order sent.
+
+    Seconds: `starts` (of a clock of its own; None in results of older versions), `ttfts`, `latencies` (from the start
+    to the last token) and `itls` (gaps between chunks of the stream, each of which may hold several tokens). `outputs`
+    are tokens. `good` are the requests that completed, the rows of the trace that the same file is; figures of the
+    others mean nothing. `settings` are the result's keys that are not lists.
+    """
+
+    starts: FloatArray | None
+    prompts: IntArray
+    outputs: IntArray
+    ttfts: FloatArray
+    latencies: FloatArray
+    itls: list[FloatArray]
+    good: npt.NDArray[np.bool_]
+    settings: dict[str, Any]
+
+
+def read_bench(path: Path, source: str) -> BenchResult:
+    """The bench result at `path`, called `source` in errors. Raises BadInput with that source and the request."""
+    try:
+        if not path.is_file():
+            raise BadInput("is a directory, not a file" if path.is_dir() else "no such file")
+        result = _bench_object(path)
+        for name in ("ttfts", "itls"):
+            if not isinstance(result.get(name), list):
+                raise BadInput(f"has no list {name}: save the bench result with --save-detailed")
+        names = [
+            BENCH.prompt,
+            BENCH.output,
+            "ttfts",
+            *(name for name in ("start_times", "latencies") if result.get(name)),
+        ]
+        table = pl.DataFrame({name: _bench_numbers(result, name) for name in names}).with_row_index("row", offset=1)
+        itls = _bench_gaps(result["itls"], table.height)
+        ttfts = _ticks(table, "ttfts", "s").astype(np.float64)
+        whole = ttfts + np.array([gaps.sum() for gaps in itls])
+        prompts, outputs = _tokens(table, BENCH.prompt), _tokens(table, BENCH.output)
+        return BenchResult(
+            starts=_ticks(table, "start_times", "s").astype(np.float64) if "start_times" in names else None,
+            prompts=prompts,
+            outputs=outputs,
+            ttfts=ttfts,
+            latencies=_ticks(table, "latencies", "s").astype(np.float64) if "latencies" in names else whole,
+            itls=itls,
+            good=(prompts > 0) & (outputs > 0),
+            settings={key: value for key, value in result.items() if not isinstance(value, list)},
+        )
+    except BadInput as error:
+        raise error.within(source=source) from None
+    except OSError as error:
+        raise BadInput(f"cannot be read: {error.strerror or error}", source=source) from None
+
+
+def _bench_object(path: Path) -> dict[str, Any]:
+    """The result as it stands in the file, with lists of lengths."""
     if (size := path.stat().st_size) > MAX_BENCH:
         raise BadInput(f"{size} bytes are too many for a bench result, at most {MAX_BENCH}")
     result = _json(path.read_bytes())
@@ -360,15 +426,34 @@ def _bench(path: Path) -> tuple[Format, pl.DataFrame, list[str]]:
     missing = [name for name in (BENCH.prompt, BENCH.output) if not isinstance(result.get(name), list)]
     if missing:
         raise BadInput(f"has no list {' and no list '.join(missing)}: save the bench result with --save-detailed")
-    form = BENCH if result.get("start_times") else BENCH._replace(time=None)
-    lists = {name: result[name] for name in form.columns}
-    if any(not isinstance(values, list) or len(values) != len(lists[BENCH.prompt]) for values in lists.values()):
-        raise BadInput(f"{', '.join(form.columns)} are not lists of one length")
-    if not lists[BENCH.prompt]:
+    if not result[BENCH.prompt]:
         raise BadInput("holds no requests")
-    numbers = {name: [_number(value, i, name) for i, value in enumerate(values, 1)] for name, values in lists.items()}
-    notes = [] if form.time else ["no start_times: lengths only"]
-    return form, pl.DataFrame(numbers).with_row_index("row", offset=1), notes
+    return result
+
+
+def _bench_numbers(result: dict[str, Any], name: str) -> list[float]:
+    """One of its lists, which are all of one length."""
+    values = result[name]
+    if not isinstance(values, list) or len(values) != len(result[BENCH.prompt]):
+        raise BadInput(f"{BENCH.prompt} and {name} are not lists of one length")
+    return [_number(value, i, name) for i, value in enumerate(values, 1)]
+
+
+def _bench_gaps(values: list[Any], requests: int) -> list[FloatArray]:
+    """`itls`: a list of seconds for each request."""
+    if len(values) != requests:
+        raise BadInput(f"{BENCH.prompt} and itls are not lists of one length")
+    gaps = []
+    for row, own in enumerate(values, 1):
+        if not isinstance(own, list):
+            raise BadInput("is not a list of seconds", key=f"row {row}, column itls")
+        array = np.array(
+            [value if type(value) is float else _number(value, row, "itls") for value in own], dtype=np.float64
+        )
+        if not ((array >= 0) & (array <= LARGEST)).all():
+            raise BadInput(f"has a gap that is not from 0 to {LARGEST:g} s", key=f"row {row}, column itls")
+        gaps.append(array)
+    return gaps
 
 
 def _unknown_columns(found: list[str]) -> BadInput:

@@ -93,6 +93,7 @@ def run(
     warmup: float = 0.0,
     drain: float = 0.0,
     wall_clock: bool = False,
+    keep_tokens: bool = False,
 ) -> Run:
     """Serve the requests with the real simulator."""
     names = ("step", "token", "sequence", "context", "prefill_attention", "hop")
@@ -112,6 +113,7 @@ def run(
         warmup=warmup,
         drain=drain,
         wall_clock=wall_clock,
+        keep_tokens=keep_tokens,
     )
     rows = _rows(record, spies)
     return Run(record, _outcomes(record, requests, rows, spies), rows, spies)
