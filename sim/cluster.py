@@ -48,17 +48,19 @@ def serve(
     keep_steps: bool = True,
     wall_clock: bool = False,
     watch: Watch | None = None,
+    scheduler: Callable[[Limits], Scheduler] = Scheduler,
 ) -> Record:
     """Run the workload to its end, or for `time_limit` seconds, or until `watch(record, now)` says to stop.
 
-    Each replica gets its own `executor()`. Times are seconds of the clock: SimPy's, which skips idle time and lets an
-    iteration last what its executor says, or with `wall_clock` the same clock bound to real time.
+    Each replica gets its own `scheduler(limits)` and `executor()`, in order of the replicas. Times are seconds of the
+    clock: SimPy's, which skips idle time and lets an iteration last what its executor says, or with `wall_clock` the
+    same clock bound to real time.
     """
     env: simpy.Environment = RealtimeEnvironment(strict=False) if wall_clock else simpy.Environment()
     record = Record(len(workload.prompts), keep_steps=keep_steps)
     arrivals = _Arrivals(env, workload, deployment.limits, record, warmup, drain)
     replicas = [
-        Replica(env, index, Scheduler(deployment.limits), executor(), deployment.stages, record, arrivals.finished)
+        Replica(env, index, scheduler(deployment.limits), executor(), deployment.stages, record, arrivals.finished)
         for index in range(deployment.replicas)
     ]
     arrivals.start(ROUTERS[deployment.router](replicas, routing))

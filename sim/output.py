@@ -16,6 +16,8 @@ from sim.report import Report
 if TYPE_CHECKING:
     import polars as pl
 
+    from sim.explain import Explanation
+
 Files = Mapping[str, bytes]
 
 
@@ -31,6 +33,16 @@ def of_run(report: Report) -> dict[str, bytes]:
         "steps.parquet": _parquet(report.steps),
         "summary.json": as_json(report.summary).encode(),
         "scenario.toml": report.plan.scenario.to_toml().encode(),
+    }
+
+
+def of_explanation(why: Explanation) -> dict[str, bytes]:
+    """The files of an explanation."""
+    return {
+        "gaps.parquet": _parquet(why.gaps),
+        "ttfts.parquet": _parquet(why.ttfts),
+        "iterations.parquet": _parquet(why.iterations),
+        "explanation.json": as_json(why.summary).encode(),
     }
 
 

@@ -148,6 +148,23 @@ class ProfileLatency:
                 self.seen["prefill_context_tokens"] = max(self.seen["prefill_context_tokens"], longest)
         return Step((seconds * self.scale,))
 
+    def parts(self, batch: Batch) -> dict[str, float]:
+        """Seconds of each term."""
+        terms, sampled = self.terms, samples(batch)
+        told = {
+            "step": terms.step,
+            "decode_step": terms.decode_step if batch.decodes else 0.0,
+            "sample": terms.sample if sampled else 0.0,
+            "few": terms.few.at(sampled) if sampled and terms.few is not None else 0.0,
+            "chunk": terms.chunk * len(batch.chunks),
+            "sequence": terms.sequence * batch.sequences,
+            "tokens": terms.tokens.at(batch.tokens),
+            "context": terms.context * batch.context,
+            "prefill_attention": terms.prefill_attention * batch.attention,
+            "prefill_context": terms.prefill_context * sum(chunk.start + chunk.tokens for chunk in batch.chunks),
+        }
+        return {name: self.scale * seconds for name, seconds in told.items()}
+
     def spent(self) -> None:
         """Coefficients do not say what the time is spent on."""
 

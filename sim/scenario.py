@@ -16,6 +16,7 @@ from sim.affine import AffineTable
 from sim.errors import BadInput
 from sim.hardware import DeviceTable, ModelTable
 from sim.policies import POLICIES
+from sim.profile import shipped
 from sim.settings import Setting, apply, describe
 from sim.table import Table, one_of
 from sim.workload import WorkloadTable
@@ -124,6 +125,10 @@ class Scenario(Table):
             for key in PATHS:
                 if key in table:
                     table[key] = str((self._directory / table[key]).resolve())
+        latency = data["latency"]
+        if latency["kind"] == "profile" and latency["name"] not in shipped():
+            files = (folder / latency["name"] for folder in (self._directory, Path()))
+            latency["name"] = next((str(file.resolve()) for file in files if _exists(file)), latency["name"])
         return tomli_w.dumps(data)
 
     def blame(self, error: BadInput) -> BadInput:
