@@ -82,7 +82,7 @@ class Explanation:
         import polars as pl
 
         work = [spent for _, spent in self.seen.work if spent is not None]
-        if len(work) < len(self.seen.work):
+        if self._sheet() is None:
             floats = {f"{name}_s": pl.Float64 for name in PARTS} | {"mfu": pl.Float64, "mbu": pl.Float64}
             empty = [pl.lit(None, kind).alias(name) for name, kind in floats.items()]
             return self.report.steps.with_columns(pl.lit(None, pl.String).alias("bound"), *empty)
@@ -169,12 +169,12 @@ class Explanation:
         """How many iterations each resource bounds, and their share of the time; MFU and MBU while devices work."""
         import polars as pl
 
-        frame = self.iterations.with_columns(pl.Series("busy", [seconds for seconds, _ in self.seen.work]))
-        busy = float(frame["busy"].sum())
+        seconds = pl.Series("busy", [seconds for seconds, _ in self.seen.work], dtype=pl.Float64)
+        frame, busy = self.iterations.with_columns(seconds), float(seconds.sum())
         told = frame.drop_nulls("bound").group_by("bound").agg(pl.len().alias("n"), pl.col("busy").sum())
         bounds = {
-            bound: {"iterations": n, "time_share": seconds / busy}
-            for bound, n, seconds in told.sort("busy", descending=True).iter_rows()
+            bound: {"iterations": n, "time_share": its / busy}
+            for bound, n, its in told.sort("busy", descending=True).iter_rows()
         }
         means = {name: float((frame[name] * frame["busy"]).sum()) / busy if bounds else None for name in ("mfu", "mbu")}
         return {"n": len(frame), "bounds": bounds, "from": self._sheet(), **means}

@@ -15,7 +15,7 @@ NAMES = {
     "prefill_beside": "prompts in the same batch",
     "prefill_ahead": "prompts that ran ahead of decodes",
     "memory": "waiting for memory after a preemption",
-    "recomputation": "computing again what a preemption undid",
+    "recomputation": "computing again what preemptions undid",
     "pipeline": "pipeline bubbles: waiting for stages busy with other batches",
     "decode_batch": "the size of the decode batch",
     "decode_context": "the contexts of the decode batch",

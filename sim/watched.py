@@ -8,10 +8,10 @@ latency model also says what it would have cost without its chunks, or without o
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import fsum, inf
-from typing import TypeVar
 
 from sim.blame import Levels, Seconds, fitted
 from sim.decodes import Decodes
@@ -20,13 +20,12 @@ from sim.request import Batch, Chunk, Request
 from sim.roofline import Roofline
 from sim.scheduler import Limits, Scheduler
 
-Key = TypeVar("Key")
-
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """One batch: `base` (what its decodes alone would have taken), `prefill` (what its chunks add), `unmodelled` (what
-    the machine took beyond that) and `wait` (for stages that were busy) are all of its time, in seconds."""
+    """One batch: `base` (what its decodes alone would have taken), `prefill` (what its chunks add), `again` (those that
+    compute again what a preemption undid), `unmodelled` (what the machine took beyond that) and `wait` (for stages that
+    were busy) are all of its time, in seconds."""
 
     start: float
     end: float
@@ -34,9 +33,10 @@ class Iteration:
     decodes: int
     context: int
     chunks: tuple[tuple[int, int], ...]  # request and tokens
-    own: dict[int, float]  # of each request with a chunk: seconds that the batch would have been shorter without it
+    own: dict[int, float]  # seconds of each request with a chunk, of those that the chunks add together
     base: float
     prefill: float
+    again: float
     unmodelled: float
     wait: float
 
@@ -87,6 +87,18 @@ class Costs:
         """Seconds over all stages and hand-overs."""
         step = self.model.execute(batch)
         return sum(step.seconds) + step.hop * (len(step.seconds) - 1)
+
+    def shares(self, batch: Batch, whole: float, added: float) -> dict[int, float]:
+        """The seconds that the chunks of a batch add, shared out in proportion to how much shorter than `whole` the
+        batch would have been without each; by tokens, where no single one makes a difference."""
+        chunks = batch.chunks
+        if len(chunks) < 2:
+            return {chunk.request.id: added for chunk in chunks}
+        weights = [max(0.0, whole - self.without(batch, chunk)) for chunk in chunks]
+        if not any(weights):
+            weights = [float(chunk.tokens) for chunk in chunks]
+        scale = added / fsum(weights)
+        return {chunk.request.id: scale * weight for chunk, weight in zip(chunks, weights, strict=True)}
 
     def without(self, batch: Batch, left_out: Chunk) -> float:
         """Seconds of a batch without one of its chunks."""
@@ -189,15 +201,13 @@ class Watched(Scheduler):
         seen, costs = self.seen, self.costs
         whole = costs.of(batch)
         base = whole if not batch.chunks else min(whole, costs.decodes(batch.decodes, batch.context))
-        if len(batch.chunks) == 1:
-            own = {batch.chunks[0].request.id: whole - base}
-        else:
-            own = {chunk.request.id: max(0.0, whole - costs.without(batch, chunk)) for chunk in batch.chunks}
         lasted = batch.end - batch.start
         one_stage = len(batch.seconds) == 1
         expected = seen.scale * whole
         unmodelled = max(0.0, lasted - expected) if seen.measured else 0.0
         scale = (lasted - unmodelled) / whole if one_stage else 1.0
+        own = costs.shares(batch, whole, (whole - base) * scale)
+        again = fsum(own[chunk.request.id] for chunk in batch.chunks if chunk.request.preemptions)
         one = Iteration(
             start=batch.start,
             end=batch.end,
@@ -205,9 +215,10 @@ class Watched(Scheduler):
             decodes=batch.decodes,
             context=batch.context,
             chunks=tuple((chunk.request.id, chunk.tokens) for chunk in batch.chunks),
-            own=_scaled(own, scale),
+            own=own,
             base=base * scale,
-            prefill=(whole - base) * scale,
+            prefill=max(0.0, (whole - base) * scale - again),
+            again=again,
             unmodelled=unmodelled,
             wait=0.0 if one_stage else max(0.0, lasted - whole),
         )
@@ -231,12 +242,13 @@ class Watched(Scheduler):
             measured = [request for request in requests if request.measured]
             if one.end - since > limit and measured:
                 floor, more = self.costs.split(one)
-                prompts, _, unmodelled = self._ahead(since, one.start)
+                ahead = self._ahead(since, one.start)
                 brought = {
                     "prefill_beside": one.prefill,
-                    "prefill_ahead": prompts,
-                    "pipeline": one.start - since - prompts - unmodelled + one.wait,
-                    "unmodelled": unmodelled + one.unmodelled,
+                    "prefill_ahead": ahead["prefill"],
+                    "recomputation": one.again + ahead["again"],
+                    "pipeline": ahead["pipeline"] + one.wait,
+                    "unmodelled": ahead["unmodelled"] + one.unmodelled,
                 }
                 tokens = [group.emitted(request) + 1 for request in measured]
                 self.seen.gaps.append(self._late(measured, tokens, since, (floor, more, brought)))
@@ -254,12 +266,10 @@ class Watched(Scheduler):
         if request.first_token is None:
             if one.end - request.arrival > self.seen.ttft_limit:
                 spent = self._walked(request, journey)
-                beside = ("prompts", "decodes", "prompts_ahead", "decodes_ahead")
-                brought = {
-                    cause: spent.get(cause, 0.0) for cause in ("queue_memory", "queue_slots", "queue_others")
-                } | {
-                    "interleaving": fsum(spent.get(what, 0.0) for what in beside),
-                    "recomputation": spent.get("lost", 0.0),
+                beside = ("prefill", "again", "base", "ahead")
+                brought = {cause: spent[cause] for cause in ("queue_memory", "queue_slots", "queue_others")} | {
+                    "interleaving": fsum(spent[what] for what in beside) - spent["own"] - spent["lost"],
+                    "recomputation": spent["lost"],
                     "pipeline": spent["pipeline"],
                     "unmodelled": spent["unmodelled"],
                 }
@@ -267,12 +277,11 @@ class Watched(Scheduler):
                 self.seen.ttfts.append(self._late([request], [1], request.arrival, levels))
         elif one.end - request.last_token > self.seen.gap_limit:
             spent = self._walked(request, journey)
-            again = ("own", "lost", "decodes", "decodes_ahead")
             brought = {
                 "memory": spent["queue_memory"],
-                "recomputation": fsum(spent.get(what, 0.0) for what in again),
-                "prefill_beside": spent["prompts"],
-                "prefill_ahead": spent.get("prompts_ahead", 0.0),
+                "recomputation": spent["again"] + spent["base"],
+                "prefill_beside": spent["prefill"],
+                "prefill_ahead": spent["ahead"],
                 "pipeline": spent["pipeline"],
                 "unmodelled": spent["unmodelled"],
             }
@@ -281,40 +290,33 @@ class Watched(Scheduler):
     def _walked(self, request: Request, journey: Sequence[float | Iteration]) -> Seconds:
         """What a request went through until its prefill was complete, since it arrived or emitted its last token.
 
-        `own` is what its chunks added to their iterations, `lost` those of them that a preemption undid; `prompts` and
-        `decodes` are the rest of these iterations, `…_ahead` is in iterations that it was not in.
+        `prefill`, `again` and `base` are of the iterations that it was in; `own` of it is of its chunks, and `lost` is
+        of those that a preemption undid. `ahead` are prompts of iterations that it was not in, all else of these is
+        `again` or `base`.
         """
-        first = request.first_token is None
-        at = request.arrival if first else request.last_token
-        spent = {"pipeline": 0.0, "unmodelled": 0.0}
-
-        def add(**seconds: float) -> None:
-            for what, more in seconds.items():
-                spent[what] = spent.get(what, 0.0) + more
-
-        def passed_over(until: float) -> None:
-            prompts, decodes, unmodelled = self._ahead(at, until)
-            add(prompts_ahead=prompts, decodes_ahead=decodes, unmodelled=unmodelled)
-            add(pipeline=until - at - prompts - decodes - unmodelled)
-
-        queued = unscheduled = first
+        spent: Seconds = defaultdict(float)
+        unscheduled = queued = request.first_token is None
+        at = request.arrival if unscheduled else request.last_token
         for event in journey:
-            if not isinstance(event, Iteration):
-                passed_over(event)
-                add(lost=spent.pop("own", 0.0))
-                at, queued = event, True
-                continue
-            if queued and unscheduled:
-                add(**self._queued(at, event.start))
+            until = event.start if isinstance(event, Iteration) else event
+            if unscheduled:
+                _add(spent, self._queued(at, until))
             elif queued:
-                add(queue_memory=event.start - at)
+                spent["queue_memory"] += until - at
             else:
-                passed_over(event.start)
-            queued = unscheduled = False
-            own = event.own[request.id]
-            add(own=own, prompts=event.prefill - own, decodes=event.base)
-            add(pipeline=event.wait, unmodelled=event.unmodelled)
-            at = event.end
+                ahead = self._ahead(at, until)
+                spent["ahead"] += ahead.pop("prefill")
+                _add(spent, ahead)
+            unscheduled, queued = False, not isinstance(event, Iteration)
+            if isinstance(event, Iteration):
+                spent["own"] += event.own[request.id]
+                for what in ("prefill", "again", "base", "unmodelled"):
+                    spent[what] += getattr(event, what)
+                spent["pipeline"] += event.wait
+                at = event.end
+            else:
+                spent["lost"] += spent.pop("own", 0.0)
+                at = event
         return spent
 
     def _queued(self, since: float, until: float) -> Seconds:
@@ -328,17 +330,16 @@ class Watched(Scheduler):
         so_far = self.waited[cause][last]
         return so_far + (time - self.asked[last]) if self.answers[last] == cause else so_far
 
-    def _ahead(self, since: float, until: float) -> tuple[float, float, float]:
-        """What the first stage did in iterations that were launched since, and before: seconds of prompts, of decodes,
-        and unmodelled. For the rest of the time it was busy with what it had before, or the pipeline was full."""
-        prompts = decodes = unmodelled = 0.0
+    def _ahead(self, since: float, until: float) -> Seconds:
+        """Where the time went of a request that could have been in a batch, and was not: what the first stage did with
+        batches that were launched instead. For the rest of it that was busy with what it had, or the pipeline full."""
+        spent = {"prefill": 0.0, "again": 0.0, "base": 0.0, "unmodelled": 0.0}
         for number in range(*self._between(since, until)):
             one = self.iterations[number]
-            share = min(one.first, until - one.start) / (one.prefill + one.base + one.unmodelled)
-            prompts += share * one.prefill
-            decodes += share * one.base
-            unmodelled += share * one.unmodelled
-        return prompts, decodes, unmodelled
+            share = min(one.first, until - one.start) / (one.prefill + one.again + one.base + one.unmodelled)
+            for what in spent:
+                spent[what] += share * getattr(one, what)
+        return spent | {"pipeline": until - since - fsum(spent.values())}
 
     def _between(self, since: float, until: float) -> tuple[int, int]:
         return bisect_left(self.starts, since), bisect_left(self.starts, until)
@@ -362,5 +363,10 @@ def _batch(decodes: int, context: int, chunks: Sequence[Chunk] = ()) -> Batch:
     return batch
 
 
-def _scaled(seconds: dict[Key, float], scale: float) -> dict[Key, float]:
+def _add(spent: Seconds, more: Seconds) -> None:
+    for what, seconds in more.items():
+        spent[what] += seconds
+
+
+def _scaled(seconds: Seconds, scale: float) -> Seconds:
     return {key: value * scale for key, value in seconds.items()}
