@@ -57,9 +57,9 @@ def dial(cause: str, plan: Plan, *, first_token: bool = False) -> str:
         fewer = "" if first_token else f", or fewer requests at a time (engine.max_sequences, now {slots:,})"
         return more_memory + paging + fewer
     if cause == "pipeline":
-        even = "" if policy == "stall-free" else "; policy stall-free makes batches more even"
-        even = even or f"; a smaller scheduler.token_budget (now {budget:,}) makes batches more even"
-        return f"fewer stages (deployment.pipeline_parallel, now {parallel.pipeline_parallel}){even}"
+        even = smaller if policy == "stall-free" else "policy stall-free"
+        stages = f"fewer stages (deployment.pipeline_parallel, now {parallel.pipeline_parallel})"
+        return f"batches that take the same time ({even}), or {stages}"
     if cause in ("decode_batch", "decode_context"):
         shared = " or a smaller model.kv_dtype" if cause == "decode_context" else ""
         return (
@@ -79,7 +79,7 @@ def dial(cause: str, plan: Plan, *, first_token: bool = False) -> str:
         "own_prefill": "no scheduling can: deployment.tensor_parallel, or a faster device",
         "communication": "a faster link, or a smaller deployment.tensor_parallel",
         "host": "a faster host loop ([latency] step and sequence)",
-        "unmodelled": "none that this can name: the machine took longer than the latency model says",
+        "unmodelled": "nothing in the scenario: the machine took longer than its latency model says, calibrated or not",
     }[cause]
 
 
