@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from sim.blame import total
@@ -140,14 +140,14 @@ def _what(cause: str, late: Late, iterations: Sequence[Iteration]) -> str:
     if cause == "prefill_ahead":
         return f"for {_prompts(ahead, request)} that ran first"
     if cause in ("recomputation", "own_prefill"):
+        if not mine:
+            return "for others' prompts, computed again after preemptions"
         tokens = sum(tokens for one in mine for id, tokens in one.chunks if id == request)
         return f"computing {'again ' if cause == 'recomputation' else ''}{tokens:,} tokens of its own"
     if cause == "pipeline":
-        busy = [
-            one for one in iterations[max(0, late.first - 64) : late.last] if one.end > late.since and one not in mine
-        ]
-        prompts = [one for one in busy if one is not last and any(id != request for id, _ in one.chunks)]
-        return "for stages busy with other batches" + (f" ({_prompts(prompts, request)})" if prompts else "")
+        busy = takewhile(lambda one: one.end > late.since, reversed(iterations[: late.last]))  # they end in order
+        others = [one for one in busy if one.chunks and one is not last and one not in mine]
+        return "for stages busy with other batches" + (f" ({_prompts(others, request)})" if others else "")
     if cause == "decode_batch":
         return f"for a batch of {last.decodes:,} decodes"
     if cause == "decode_context":

@@ -336,7 +336,7 @@ class Watched(Scheduler):
         spent = {"prefill": 0.0, "again": 0.0, "base": 0.0, "unmodelled": 0.0}
         for number in range(*self._between(since, until)):
             one = self.iterations[number]
-            share = min(one.first, until - one.start) / (one.prefill + one.again + one.base + one.unmodelled)
+            share = one.first / (one.prefill + one.again + one.base + one.unmodelled)
             for what in spent:
                 spent[what] += share * getattr(one, what)
         return spent | {"pipeline": until - since - fsum(spent.values())}

@@ -414,6 +414,8 @@ def test_too_little_memory() -> None:
     assert told["recomputation"]["excess_s"] > 0
     assert told["memory"]["share"] + told["recomputation"]["share"] > 0.9
     assert "in the queue, without memory since it was preempted" in why.summary["tbt"]["worst"][0]["story"]
+    stories = [one["story"] for one in explain(why.report, above=0.1, worst=1000).summary["tbt"]["worst"]]
+    assert any("for others' prompts, computed again after preemptions" in story for story in stories)
 
 
 def test_starting_over_can_cost_more_than_waiting() -> None:
@@ -428,7 +430,7 @@ def test_starting_over_can_cost_more_than_waiting() -> None:
 def test_waiting_for_other_stages() -> None:
     """Two stages: a prompt of 1,000 tokens takes 10 s longer in each, and the decode waits for both of them."""
     scenario = affine(deployment__pipeline_parallel=2, scheduler__token_budget=2000)
-    rows = [(0.0, 1, 6), (1.5, 1000, 1)]
+    rows = [(0.0, 1, 6), (0.0, 7, 1), (1.5, 1000, 1)]
     why = explained(scenario.with_(latency__step=1.0, latency__token=0.01), rows, above=5.0)
     check_sums(why)
     assert main_cause(why) == "pipeline"
@@ -436,7 +438,7 @@ def test_waiting_for_other_stages() -> None:
     assert why.gaps["gap_s"].to_list() == [pytest.approx(seconds(why.gaps)["pipeline"] + 2.02)]
     assert "pipeline_parallel, now 2" in why.summary["verdict"]
     assert (
-        "for stages busy with other batches (prompts of request 1 (1,000 tokens))"
+        "for stages busy with other batches (prompts of request 2 (1,000 tokens))"
         in (why.summary["tbt"]["worst"][0]["story"])
     )
 
@@ -494,6 +496,31 @@ def test_first_tokens_wait_for_memory_slots_and_others() -> None:
     queued = explained(cases["queue_slots"], rows, ttft_above=0.05).ttfts
     scheduled = simulate(cases["queue_slots"], requests=requests(rows)).requests["scheduled_s"]
     assert queued["queue_slots_s"].to_list() == pytest.approx([scheduled[id] for id in queued["request"]])
+
+
+def test_a_prompt_that_lost_its_chunks() -> None:
+    """At 6 s request 0 takes the blocks of 1, of whose 14 tokens 10 are computed, and ends at 9 s; 1 starts over.
+
+    2 is behind 1, and so in want of memory too. Tokens take next to nothing. Where 1 had two tokens of three of an
+    iteration without decodes, that was two thirds its own.
+    """
+    scenario = affine(
+        scheduler__token_budget=3,
+        engine__num_blocks=6,
+        engine__block_tokens=4,
+        engine__watermark=0.0,
+        latency__step=1.0,
+        latency__token=2.0**-20,
+    )
+    why = explained(scenario, [(0.0, 4, 8), (0.0, 14, 1), (6.0, 1, 1)], ttft_above=5.0)
+    check_sums(why)
+    told = {row["request"]: row for row in why.ttfts.iter_rows(named=True)}
+    assert told[1]["recomputation_s"] == pytest.approx(2 / 3 + 10 * 2**-20)
+    assert told[1]["own_prefill_s"] == pytest.approx(4 + 2 / 3 + 14 * 2**-20)
+    assert told[1]["queue_memory_s"] == pytest.approx(3.0, abs=1e-4)  # from 6 s to 9 s
+    assert told[2]["queue_memory_s"] == pytest.approx(3.0, abs=1e-4)
+    assert told[2]["queue_others_s"] == pytest.approx(4.0, abs=1e-4)  # then it has the last token of an iteration
+    assert told[2]["own_prefill_s"] == pytest.approx(1 / 3, abs=1e-4)
 
 
 def test_interleaving() -> None:
@@ -611,7 +638,7 @@ def test_what_a_machine_took_beyond_the_model() -> None:
     check_sums(why)
     assert main_cause(why) == "unmodelled"
     assert why.gaps["gap_s"].max() == pytest.approx(why.gaps["unmodelled_s"].max(), rel=0.1)
-    assert "longer than the latency model says" in why.summary["verdict"]
+    assert "longer than its latency model says" in why.summary["verdict"]
     assert any("unmodelled" in note for note in why.summary["notes"])
     calm = explain(simulate(affine(), engine=engine(0.0)), above=0.05)
     check_sums(calm)
