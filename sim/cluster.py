@@ -48,19 +48,20 @@ def serve(
     keep_steps: bool = True,
     wall_clock: bool = False,
     watch: Watch | None = None,
-    scheduler: Callable[[Limits], Scheduler] = Scheduler,
+    scheduler: Callable[[Limits], Scheduler] | None = None,
 ) -> Record:
     """Run the workload to its end, or for `time_limit` seconds, or until `watch(record, now)` says to stop.
 
-    Each replica gets its own `scheduler(limits)` and `executor()`, in order of the replicas. Times are seconds of the
-    clock: SimPy's, which skips idle time and lets an iteration last what its executor says, or with `wall_clock` the
-    same clock bound to real time.
+    Each replica gets its own `executor()` and its own scheduler, of `scheduler(limits)` where one is to be watched.
+    Times are seconds of the clock: SimPy's, which skips idle time and lets an iteration last what its executor says, or
+    with `wall_clock` the same clock bound to real time.
     """
     env: simpy.Environment = RealtimeEnvironment(strict=False) if wall_clock else simpy.Environment()
     record = Record(len(workload.prompts), keep_steps=keep_steps)
     arrivals = _Arrivals(env, workload, deployment.limits, record, warmup, drain)
+    make = Scheduler if scheduler is None else scheduler
     replicas = [
-        Replica(env, index, scheduler(deployment.limits), executor(), deployment.stages, record, arrivals.finished)
+        Replica(env, index, make(deployment.limits), executor(), deployment.stages, record, arrivals.finished)
         for index in range(deployment.replicas)
     ]
     arrivals.start(ROUTERS[deployment.router](replicas, routing))

@@ -68,14 +68,14 @@ def simulate(
     watch: Watch | None = None,
     requests: Workload | None = None,
     engine: Engine | None = None,
-    scheduler: Callable[[Limits], Scheduler] = Scheduler,
+    scheduler: Callable[[Limits], Scheduler] | None = None,
 ) -> Report:
     """Run a scenario. `requests` are used instead of the workload that the scenario describes, where given.
 
     `engine(plan)` makes what executes batches instead of the scenario's latency model (`gpu_backend.engine.executor`).
 
     `watch(record, now)` sees the run from time to time and stops it by returning True; `wall_clock` lets requests
-    arrive in real time; `scheduler(limits)` makes that of each replica (`sim.watched`). BadInput for a scenario that
+    arrive in real time; `scheduler(limits)` makes one that is watched (`sim.watched`). BadInput for a scenario that
     cannot be run.
     """
     planned = plan(scenario)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from itertools import pairwise
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import settings as profile
 from hypothesis import strategies as st
 
-from sim import explain, output
+from sim import explain, output, stories
 from sim.__main__ import status
 from sim.affine import Affine, AffineTable
 from sim.blame import GAP_CAUSES, TTFT_CAUSES, beyond
@@ -34,7 +35,7 @@ from sim.request import Batch, Chunk, Request
 from sim.roofline import Roofline, RooflineTable
 from sim.scenario import Scenario
 from sim.scheduler import Limits
-from sim.simulate import Engine, simulate
+from sim.simulate import Engine, plan, simulate
 from sim.watched import Costs, Seen, Watched
 from sim.workload import Workload
 
@@ -539,6 +540,20 @@ def test_warm_up_is_left_out() -> None:
     gaps, counts = np.frombuffer(report.record.gaps), np.frombuffer(report.record.gap_counts, dtype=np.int32)
     assert why.gaps.height == counts[gaps > 0.012].sum() < explain(simulate(affine()), above=0.012).summary["tbt"]["n"]
     assert why.summary["ttft"]["n"] == report.summary["ttft_s"]["n"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_cause_has_a_name_and_a_dial_that_exists(policy: str) -> None:
+    """Advice names keys of the scenario file, and never the policy that is in use."""
+    planned = plan(affine(scheduler__policy=policy))
+    for causes, first_token in ((GAP_CAUSES, False), (TTFT_CAUSES, True)):
+        for cause in causes:
+            advice = stories.dial(cause, planned, first_token=first_token)
+            assert stories.NAMES[cause] and advice
+            assert f"policy {policy}" not in advice
+            for key in re.findall(r"[a-z]+\.[a-z_]+", advice):
+                table, name = key.split(".")
+                assert name in Scenario.model_json_schema()["$defs"][f"{table.capitalize()}Table"]["properties"], key
 
 
 # Limits
