@@ -218,6 +218,7 @@ level = st.dictionaries(st.sampled_from(GAP_CAUSES), st.floats(0, 10), min_size=
 
 
 @given(st.lists(level, min_size=1, max_size=4), st.floats(0, 0.999))
+@profile(deadline=None)
 def test_all_of_the_excess_is_blamed_on_something(levels: list[dict[str, float]], share: float) -> None:
     whole = fsum(seconds for one in levels for seconds in one.values())
     limit = share * whole
