@@ -48,6 +48,18 @@ class Affine:
         )
         return Step((seconds,) if self.stages == 1 else (seconds,) * self.stages, self.hop)
 
+    def parts(self, batch: Batch) -> dict[str, float]:
+        """Seconds of each term, over all stages; `communication` is the hand-overs."""
+        terms = {
+            "step": self.step,
+            "token": self.token * batch.tokens,
+            "sequence": self.sequence * batch.sequences,
+            "context": self.context * batch.context,
+            "prefill_attention": self.prefill_attention * batch.attention,
+        }
+        told = {name: self.stages * seconds for name, seconds in terms.items()}
+        return told | {"communication": (self.stages - 1) * self.hop}
+
     def spent(self) -> None:
         """Coefficients do not say what the time is spent on."""
 

@@ -255,7 +255,8 @@ def _check_search(tolerance: float, seeds: int) -> None:
         raise BadInput(f"{seeds} must be from 1 to 1000", source="--seeds")
 
 
-# Loaded by name when they are asked for: they need torch, or scipy.
+# Loaded by name when they are asked for: they need torch, or scipy, or are seldom wanted.
+app.command("sim.explain_command:explain", name="explain", help="Say why tokens of a run came late: explain DIR.")
 _calibrate = App(name="calibrate", help="Measure an executor, fit a latency profile, look at one.")
 _calibrate.command("calibrate.commands:measure", name="measure", help="Measure the engine on a grid of batches.")
 _calibrate.command("calibrate.commands:fit", name="fit", help="Fit a latency profile to measured iterations.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -51,27 +52,22 @@ def serve(
     keep_tokens: bool = False,
     wall_clock: bool = False,
     watch: Watch | None = None,
+    scheduler: Callable[[Limits], Scheduler] | None = None,
 ) -> Record:
     """Run the workload to its end, or for `time_limit` seconds, or until `watch(record, now)` says to stop.
 
-    Each replica gets its own `executor()`. Times are seconds of the clock: SimPy's, which skips idle time and lets an
-    iteration last what its executor says, or with `wall_clock` the same clock bound to real time.
+    Each replica gets its own `executor()` and its own scheduler, of `scheduler(limits)` where one is to be watched.
+    Times are seconds of the clock: SimPy's, which skips idle time and lets an iteration last what its executor says, or
+    with `wall_clock` the same clock bound to real time.
     """
     env: simpy.Environment = RealtimeEnvironment(strict=False) if wall_clock else simpy.Environment()
     record = Record(len(workload.prompts), keep_steps=keep_steps, keep_tokens=keep_tokens)
     arrivals = _Arrivals(env, workload, deployment.limits, record, warmup, drain)
     new_group = Decodes if record.tokens is None else record.tokens.group
+    make = scheduler or partial(Scheduler, new_group=new_group)
     replicas = [
         Replica(
-            *(
-                env,
-                index,
-                Scheduler(deployment.limits, new_group),
-                executor(),
-                deployment.stages,
-                deployment.ahead,
-                record,
-            ),
+            *(env, index, make(deployment.limits), executor(), deployment.stages, deployment.ahead, record),
             arrivals.finished,
         )
         for index in range(deployment.replicas)

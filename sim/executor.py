@@ -48,3 +48,14 @@ class Executor(Protocol):
     def notes(self) -> list[str]:
         """What the user should know about the times it gave."""
         ...
+
+
+class LatencyModel(Executor, Protocol):
+    """An executor that answers by formula, and so can say what any batch would cost."""
+
+    def parts(self, batch: Batch) -> dict[str, float]:
+        """Seconds of a batch by the model's own terms, over all stages and hand-overs; the run is none the wiser.
+
+        Their sum is what `execute` says. `communication` and `host` mean that and nothing else.
+        """
+        ...

@@ -19,6 +19,8 @@ from sim.report import Report
 if TYPE_CHECKING:
     import polars as pl
 
+    from sim.explain import Explanation
+
 Files = Mapping[str, bytes]
 
 
@@ -36,6 +38,16 @@ def of_run(report: Report) -> dict[str, bytes]:
         "scenario.toml": report.plan.scenario.to_toml().encode(),
     }
     return files | {"vllm_bench.json": bench.of_run(report)} if report.record.tokens is not None else files
+
+
+def of_explanation(why: Explanation) -> dict[str, bytes]:
+    """The files of an explanation."""
+    return {
+        "gaps.parquet": _parquet(why.gaps),
+        "ttfts.parquet": _parquet(why.ttfts),
+        "iterations.parquet": _parquet(why.iterations),
+        "explanation.json": as_json(why.summary).encode(),
+    }
 
 
 def prepare(directory: Path | None, source: str = "--out") -> None:

@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from sim.errors import BadInput, shown, unknown
-from sim.executor import Step
+from sim.executor import Spent, Step
 from sim.hardware import Device, Model
 from sim.request import Batch
 from sim.roofline import Figures, Roofline
@@ -204,6 +204,11 @@ class ProfileRoofline(Roofline):
             return step
         return Step(tuple(seconds * self.scale for seconds in step.seconds), step.hop)
 
+    def work(self, batch: Batch) -> Spent:
+        """What one batch is spent on, and the work that it is; it does not count as executed."""
+        spent = super().work(batch)
+        return Spent._make([*(seconds * self.scale for seconds in spent[:-2]), *spent[-2:]])
+
     def notes(self) -> list[str]:
         """Where the run left the range of the measurements."""
         seen = {
@@ -243,6 +248,23 @@ class ProfileLatency:
                 longest = max(chunk.start + chunk.tokens for chunk in chunks)
                 self.seen["prefill_context_tokens"] = max(self.seen["prefill_context_tokens"], longest)
         return Step((seconds * self.scale,))
+
+    def parts(self, batch: Batch) -> dict[str, float]:
+        """Seconds of each term."""
+        terms, sampled = self.terms, samples(batch)
+        told = {
+            "step": terms.step,
+            "decode_step": terms.decode_step if batch.decodes else 0.0,
+            "sample": terms.sample if sampled else 0.0,
+            "few": terms.few.at(sampled) if sampled and terms.few is not None else 0.0,
+            "chunk": terms.chunk * len(batch.chunks),
+            "sequence": terms.sequence * batch.sequences,
+            "tokens": terms.tokens.at(batch.tokens),
+            "context": terms.context * batch.context,
+            "prefill_attention": terms.prefill_attention * batch.attention,
+            "prefill_context": terms.prefill_context * sum(chunk.start + chunk.tokens for chunk in batch.chunks),
+        }
+        return {name: self.scale * seconds for name, seconds in told.items()}
 
     def spent(self) -> None:
         """Coefficients do not say what the time is spent on."""

@@ -8,6 +8,7 @@ tens of per cent of error, and use a calibrated profile where there is one.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from math import ceil
 from typing import Annotated, Literal
@@ -157,6 +158,18 @@ class Roofline:
     def linear(self, tokens: int) -> float:
         """Seconds of all layers' linear layers for so many tokens."""
         return self.layers * sum(self._linear(tokens))
+
+    def parts(self, batch: Batch) -> dict[str, float]:
+        """Seconds of one batch by what they are spent on."""
+        return dict(zip(Spent._fields[:-2], self.work(batch), strict=False))
+
+    def work(self, batch: Batch) -> Spent:
+        """What one batch is spent on, and the work that it is; it does not count as executed."""
+        alone = copy(self)
+        alone.shapes, alone.folded = {}, Spent()
+        alone.kv_tokens = alone.pairs = alone.attended = alone.attention_read = 0.0
+        alone.execute(batch)
+        return alone.spent()
 
     def spent(self) -> Spent:
         """What all iterations so far were spent on."""

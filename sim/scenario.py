@@ -16,7 +16,7 @@ from sim.affine import AffineTable
 from sim.errors import BadInput, shown
 from sim.hardware import DeviceTable, ModelTable
 from sim.policies import POLICIES
-from sim.profile import ProfileTable
+from sim.profile import ProfileTable, shipped
 from sim.settings import Setting, apply, describe
 from sim.table import Table, one_of
 from sim.workload import WorkloadTable
@@ -139,8 +139,10 @@ class Scenario(Table):
             for key in PATHS:
                 if key in table:
                     table[key] = str((self._directory / table[key]).resolve())
-        if isinstance(self.latency, ProfileTable) and (file := self._directory / self.latency.name).is_file():
-            data["latency"]["name"] = str(file.resolve())
+        latency = self.latency
+        if isinstance(latency, ProfileTable) and latency.name not in shipped():
+            files = (folder / latency.name for folder in (self._directory, Path()))
+            data["latency"]["name"] = next((str(file.resolve()) for file in files if _exists(file)), latency.name)
         return tomli_w.dumps(data)
 
     def blame(self, error: BadInput) -> BadInput:

@@ -13,12 +13,12 @@ from sim.affine import Affine, AffineTable
 from sim.budget import CHUNKED, Budget, assume, invert, limit_of, smallest
 from sim.cluster import Deployment, Watch, serve
 from sim.errors import BadInput
-from sim.executor import Executor
+from sim.executor import Executor, LatencyModel
 from sim.profile import Profile, ProfileLatency, ProfileRoofline, load
 from sim.report import Report
 from sim.roofline import Roofline, RooflineTable
 from sim.scenario import Scenario
-from sim.scheduler import Limits
+from sim.scheduler import Limits, Scheduler
 from sim.schema import SchedulerTable
 from sim.workload import Workload, build, streams
 
@@ -32,7 +32,7 @@ class Plan:
     device: hardware.Device | None
     memory: memory.Memory | None  # None where num_blocks was given
     deployment: Deployment
-    executor: Callable[[], Executor]
+    executor: Callable[[], LatencyModel]
 
     @property
     def devices(self) -> int:
@@ -71,6 +71,7 @@ def simulate(
     watch: Watch | None = None,
     requests: Workload | None = None,
     engine: Engine | None = None,
+    scheduler: Callable[[Limits], Scheduler] | None = None,
 ) -> Report:
     """Run a scenario. `requests` are used instead of the workload that the scenario describes, where given.
 
@@ -78,7 +79,8 @@ def simulate(
     scenario's latency model (`gpu_backend.engine.executor`).
 
     `watch(record, now)` sees the run from time to time and stops it by returning True; `wall_clock` lets requests
-    arrive in real time. BadInput for a scenario that cannot be run.
+    arrive in real time; `scheduler(limits)` makes one that is watched (`sim.watched`). BadInput for a scenario that
+    cannot be run.
     """
     planned = plan(scenario)
     work = requests if requests is not None else workload(planned.scenario)
@@ -97,6 +99,7 @@ def simulate(
             keep_tokens=keep_tokens,
             wall_clock=wall_clock,
             watch=watch,
+            scheduler=scheduler,
         )
     except BadInput as error:  # an engine that cannot be made
         raise scenario.blame(error) from None
@@ -183,7 +186,7 @@ def _largest_batch(limits: Limits) -> int:
 
 def _executor(
     scenario: Scenario, model: hardware.Model | None, device: hardware.Device | None
-) -> Callable[[], Executor]:
+) -> Callable[[], LatencyModel]:
     latency, parallel = scenario.latency, scenario.deployment
     if isinstance(latency, AffineTable):
         return partial(Affine, latency, parallel.pipeline_parallel)

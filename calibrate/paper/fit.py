@@ -25,7 +25,7 @@ from sim.simulate import workload
 
 Floats = npt.NDArray[np.float64]
 CAPACITY = 0.05  # standard deviations of logarithms: how far the model is trusted to come
-BASE = (0.025, 0.3)  # of one stage, of pipelines: Falcon-180B's in Table 3 is twice that of Fig. 13a
+BASE = (0.06, 0.3)  # of one stage, of pipelines: Falcon-180B's in Table 3 is twice that of Fig. 13a
 DECODE = 0.08
 RATIO = 0.08  # three sources of the paper give three values for it (Fig. 14)
 OUTLIER = 2.0  # standard deviations
@@ -48,12 +48,12 @@ PRIORS: dict[str, tuple[float, float]] = {
 # Where the search starts, found by hand: the prior's middle is far from the pipelined ones.
 STARTS: dict[str, Figures] = {
     "mistral-7b": {
-        **{"compute_efficiency": 0.5, "memory_efficiency": 0.8, "kv_efficiency": 0.95, "attention_efficiency": 0.3},
-        **{"overlap": 0.3, "step": 3e-3, "sequence": 2e-5},
+        **{"compute_efficiency": 0.41, "memory_efficiency": 0.88, "kv_efficiency": 0.97, "attention_efficiency": 0.33},
+        **{"overlap": 0.85, "step": 3.5e-3, "sequence": 2e-5},
     },
     "yi-34b": {
-        **{"compute_efficiency": 0.6, "memory_efficiency": 0.78, "kv_efficiency": 0.95, "attention_efficiency": 0.26},
-        **{"link_efficiency": 0.68, "reduce_latency": 4e-5, "overlap": 0.45, "step": 5e-3, "sequence": 1e-5},
+        **{"compute_efficiency": 0.57, "memory_efficiency": 0.78, "kv_efficiency": 0.93, "attention_efficiency": 0.27},
+        **{"link_efficiency": 0.7, "reduce_latency": 4.2e-5, "overlap": 0.6, "step": 5.2e-3, "sequence": 1.2e-5},
     },
     "llama-2-70b": {
         **{"compute_efficiency": 0.92, "memory_efficiency": 0.91, "kv_efficiency": 0.9, "attention_efficiency": 0.11},
