@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
@@ -12,15 +11,14 @@ from cyclopts import App, Parameter
 
 from sim import output
 from sim.capacity import capacity as search_capacity
+from sim.compare import compare as compare_policies
 from sim.cost import cost as find_cost
 from sim.errors import BadInput, unknown
 from sim.listing import LISTS, explain
 from sim.options import Options, Seeds, answer, keep, progress, watch
-from sim.parallel import cores, each
+from sim.parallel import cores
 from sim.policies import COMPARED, POLICIES
-from sim.report import Report
-from sim.scenario import Scenario
-from sim.simulate import Engine, simulate
+from sim.simulate import simulate
 
 WORTH_PROCESSES = 5_000  # requests in all; below, starting processes takes longer than it saves
 
@@ -64,15 +62,17 @@ def compare(scenario: str, *, policies: str | None = None, options: Options = Op
     one = options.scenario(scenario)
     chosen = _policies(policies, options.policy)
     engine, wall = options.engine(), options.clock == "wall"
-    tasks = [_Task(one.for_policy(policy), wall, options.out is not None, engine) for policy in chosen]
     apart = engine is None and one.workload.requests * len(chosen) >= WORTH_PROCESSES
-    workers = cores() if apart else 1
-    reports: dict[int, Report] = {}
     with progress("policies") as advance:
-        for position, report in each(_run_task, tasks, workers=workers):
-            reports[position] = report
-            advance(len(reports), len(tasks))
-    ordered = [reports[position] for position in range(len(tasks))]
+        ordered = compare_policies(
+            one,
+            chosen,
+            keep_steps=options.out is not None,
+            wall_clock=wall,
+            engine=engine,
+            workers=cores() if apart else 1,
+            progress=advance,
+        )
     summaries = [report.summary for report in ordered]
     if options.out:
         files = {
@@ -165,18 +165,6 @@ def list_(what: str, *, json: Annotated[bool, Parameter(negative="", show_defaul
         show.to_console(show.rows(rows) if rows else f"no {what} are shipped with this version")
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    scenario: Scenario
-    wall_clock: bool
-    keep_steps: bool
-    engine: Engine | None
-
-
-def _run_task(task: _Task) -> Report:
-    return simulate(task.scenario, keep_steps=task.keep_steps, wall_clock=task.wall_clock, engine=task.engine)
-
-
 def _policies(given: str | None, policy: str | None) -> Sequence[str]:
     """`--policies A,B`, or the one of `--policy`, or the four."""
     chosen = [name.strip() for name in given.split(",")] if given is not None else [policy] if policy else COMPARED
@@ -215,3 +203,5 @@ for _kind, _code, _help in (
 _calibrate.command(_import)
 app.command(_calibrate)
 app.command("calibrate.commands:validate", name="validate", help="Simulate and measure a scenario, side by side.")
+app.command("sim.report_commands:report", name="report", help="Make a self-contained HTML page of kept results.")
+app.command("sim.report_commands:chart", name="chart", help="Save one chart of kept results as a picture.")

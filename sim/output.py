@@ -25,10 +25,13 @@ def as_json(value: Any) -> str:
 
 
 def of_run(report: Report) -> dict[str, bytes]:
-    """The files of one run."""
+    """The files of one run; `stages.parquet` only where a pipeline has several."""
+    stages = {"stages.parquet": _parquet(report.stages)} if len(report.stages) else {}
     return {
         "requests.parquet": _parquet(report.requests),
         "steps.parquet": _parquet(report.steps),
+        "gaps.parquet": _parquet(report.gaps),
+        **stages,
         "summary.json": as_json(report.summary).encode(),
         "scenario.toml": report.plan.scenario.to_toml().encode(),
     }

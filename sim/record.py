@@ -48,6 +48,8 @@ class Record:
         self.gaps = array("d")
         self.gap_counts = array("i")
         self.steps = bytearray() if keep_steps else None  # rows of STEP_COLUMNS
+        self.stage_ends = array("d")  # beside the steps, where there are several stages: one of each stage
+        self.stage_seconds = array("d")
         self.iterations = 0
         self.preempted = 0
         self.kv_peak = 0
@@ -103,6 +105,9 @@ class Record:
                 batch.waiting,
                 batch.preempted,
             )
+            if len(batch.seconds) > 1:
+                self.stage_ends.extend(batch.stage_ends)
+                self.stage_seconds.extend(batch.seconds)
 
     def finished(self, request: Request, now: float) -> None:
         """A request emitted its last token."""

@@ -41,6 +41,14 @@ class Report:
         name, policy = self.plan.scenario.name, self.plan.scenario.scheduler.policy
         return f"Report({name!r}, {policy}, {done} of {self.record.offered} completed, TBT P99 {tbt} s)"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from sim import tables
+
+        told = [tables.distributions(self.summary), *([tables.limits(self.summary)] if self.summary["slo"] else [])]
+        notes = [*self.notes, self.summary["times_from"]]
+        return tables.html(self.plan.scenario.name, told, tables.of_run(self.summary), notes)
+
     @cached_property
     def requests(self) -> pl.DataFrame:
         """One row per offered request; times that were not reached are null."""
@@ -80,6 +88,33 @@ class Report:
         ints = pl.col(pl.Int32).cast(pl.Int64)
         return pl.DataFrame({name: self.columns(name) for name in STEP_COLUMNS}).with_columns(ints)
 
+    @cached_property
+    def gaps(self) -> pl.DataFrame:
+        """Every gap between two tokens of a measured request, ascending, with how many there are of it: the TBT pool."""
+        import polars as pl
+
+        gaps, counts = self._gaps
+        frame = pl.DataFrame({"gap_s": gaps, "count": pl.Series(counts, dtype=pl.Int64)})
+        return frame.filter(pl.col("count") > 0).group_by("gap_s").agg(pl.sum("count")).sort("gap_s")
+
+    @cached_property
+    def stages(self) -> pl.DataFrame:
+        """One row per iteration and pipeline stage; empty with one stage, where the iteration's own times say it."""
+        import polars as pl
+
+        stages, steps = self.plan.deployment.stages, self.columns("replica")
+        n = len(steps) if stages > 1 else 0
+        ends = np.frombuffer(self.record.stage_ends)
+        return pl.DataFrame(
+            {
+                "step": np.repeat(np.arange(n), stages),
+                "replica": np.repeat(steps[:n].astype(np.int64), stages),
+                "stage": np.tile(np.arange(stages), n),
+                "start_s": ends - np.frombuffer(self.record.stage_seconds),
+                "end_s": ends,
+            }
+        )
+
     def columns(self, name: str) -> npt.NDArray[Any]:
         """One column of the iterations, without a frame."""
         rows = np.frombuffer(self.record.steps or b"", dtype=list(STEP_COLUMNS.items()))
@@ -117,6 +152,7 @@ class Report:
             "output_throughput": self._per_second(outputs),
             "kv_blocks": self.plan.deployment.limits.num_blocks,
             "kv_peak": record.kv_peak,
+            "busy_s": record.busy,
             "bubble_fraction": self._bubble(),
             "mfu": self._share_of_peak("flops"),
             "mbu": self._share_of_peak("bytes"),

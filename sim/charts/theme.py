@@ -1,0 +1,102 @@
+"""How every chart looks: one theme, colours that all eyes tell apart, seconds that read as ms where they are short."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+# Okabe and Ito (2008), "Color Universal Design": told apart with every kind of colour vision.
+ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
+BLUE, VERMILLION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#8A8F98"
+PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY, YELLOW)
+COLOURS = {
+    "prefill-first": VERMILLION,
+    "orca": PURPLE,
+    "decode-first": GREEN,
+    "stall-free": BLUE,
+    "alternating": ORANGE,
+    "measured": VERMILLION,
+    "measured again": ORANGE,
+    "simulated": BLUE,
+    "anchored": GREEN,
+}
+LIMIT = GREY  # of SLO lines
+WIDTH, HEIGHT = 620, 280
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', Arial, sans-serif"
+
+
+def config(*, dark: bool = False) -> dict[str, Any]:
+    """The Vega-Lite configuration, for a light or a dark page."""
+    ink, faint, line = ("#d7dade", "#9aa0a8", "#3a3f47") if dark else ("#24292f", "#5b636d", "#d9dde2")
+    text = {"labelColor": faint, "titleColor": ink, "labelFontSize": 11, "titleFontSize": 12, "titleFontWeight": 500}
+    return {
+        "background": None if dark else "white",
+        "font": FONT,
+        "view": {"stroke": None},
+        "axis": {**text, "gridColor": line, "gridOpacity": 0.6, "domainColor": line, "tickColor": line}
+        | {"titlePadding": 8, "labelOverlap": "greedy", "labelSeparation": 6},
+        "legend": {**text, "orient": "top", "title": None, "labelFontSize": 12, "labelColor": ink, "symbolSize": 90}
+        | {"labelLimit": 260, "offset": 6, "symbolStrokeWidth": 3, "symbolOpacity": 1},
+        "title": {"color": ink, "subtitleColor": faint, "fontSize": 15, "fontWeight": 600, "anchor": "start"}
+        | {"subtitleFontSize": 12, "frame": "group", "offset": 12, "subtitlePadding": 6, "subtitleLineHeight": 16},
+        "text": {"color": ink, "fontSize": 11},
+        "rule": {"color": LIMIT},
+        "line": {"strokeWidth": 2},
+        "range": {"category": list(PALETTE)},
+    }
+
+
+@alt.theme.register("servecast", enable=True)
+def _servecast() -> alt.theme.ThemeConfig:
+    return alt.theme.ThemeConfig(config=config())  # type: ignore[typeddict-item]
+
+
+def colours(labels: Sequence[str], **legend: Any) -> alt.Color:
+    """Colour by the column `label`: a policy keeps its colour in every chart, other names take what is left."""
+    taken = {COLOURS[label] for label in labels if label in COLOURS}
+    free = iter([colour for colour in PALETTE if colour not in taken] * len(labels))
+    shades = [COLOURS[label] if label in COLOURS else next(free) for label in labels]
+    shown = alt.Legend(title=None, **legend) if len(labels) > 1 else None
+    return alt.Color("label:N", scale=alt.Scale(domain=list(labels), range=shades), legend=shown)
+
+
+def parts(column: str, shades: Mapping[str, str]) -> alt.Color:
+    """Colour by a column with known values."""
+    return alt.Color(
+        f"{column}:N", scale=alt.Scale(domain=list(shades), range=list(shades.values())), legend=alt.Legend(title=None)
+    )
+
+
+# Vega expressions; `datum.value` is the tick.
+SECONDS = (
+    "datum.value == 0 ? '0' : abs(datum.value) < 0.001 ? format(datum.value * 1e6, '~r') + ' µs'"
+    " : abs(datum.value) < 1 ? format(datum.value * 1e3, '~r') + ' ms' : format(datum.value, ',~r') + ' s'"
+)
+SHARE = "datum.value == 1 ? 'all' : format(datum.value, '~%')"
+
+
+def logarithmic(low: float, high: float) -> tuple[alt.Scale, list[float]]:
+    """A log scale around [low, high] > 0, and its ticks: 1, 2, 5 in every decade, or the decades where there are many."""
+    from math import ceil, floor, log10
+
+    low, high = low / 1.1, high * 1.1
+    decades = range(floor(log10(low)), ceil(log10(high)) + 1)
+    fine = log10(high / low) < 3.5
+    ticks = [round(m * 10.0**k, 12) for k in decades for m in ((1, 2, 5) if fine else (1,))]
+    return alt.Scale(type="log", domain=[low, high], nice=False), [tick for tick in ticks if low <= tick <= high]
+
+
+def finish(
+    chart: Any, title: str, *said: str, height: int | None = HEIGHT, width: int = WIDTH, wide: bool = False
+) -> Any:
+    """Title, what it shows and of how many (`said`, a line each), size; `wide` asks a page for its whole width."""
+    lines = [line for line in said if line]
+    size = {} if height is None else {"height": height, "width": width}
+    return chart.properties(
+        title=alt.TitleParams(text=title, subtitle=lines),
+        description=". ".join([title, *lines]),
+        usermeta={"wide": wide},
+        **size,
+    )
