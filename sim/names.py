@@ -57,3 +57,8 @@ def short(name: str) -> str:
 def is_seconds(name: str) -> bool:
     """Whether a figure is a duration."""
     return titled(name).endswith("(s)")
+
+
+def upper(text: str) -> str:
+    """With its first letter in upper case, the rest as it is."""
+    return text[:1].upper() + text[1:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import polars as pl
@@ -16,6 +16,7 @@ from sim.names import short
 from sim.report import times_from
 from sim.results import Kept, Run
 from sim.scenario import Scenario
+from sim.show import number
 from sim.tables import Table, Verdict
 
 MOST_POINTS = 200  # rows of a sweep's table
@@ -33,11 +34,16 @@ class Part:
     charts: dict[str, Chart]
     tables: list[Table]
     notes: list[str] = field(default_factory=list)
+    about: list[str] = field(default_factory=list)
 
 
 def parts(kept: Kept) -> list[Part]:
-    """What a directory holds, what was asked for last in one directory before what it is made of."""
-    return list(_parts(kept))
+    """What a directory holds: searches and comparisons before the runs that they are made of."""
+    made = list(_parts(kept))
+    first = next(iter((kept.runs or {}).values()), kept.run)
+    for part in made:
+        part.about = _about(_of(kept.scenario or (first.scenario if first else None)))
+    return made
 
 
 def html(kept: Kept, made: Sequence[Part]) -> str:
@@ -52,7 +58,8 @@ def html(kept: Kept, made: Sequence[Part]) -> str:
         provenance=_provenance(kept),
         light=_config(dark=False),
         dark=_config(dark=True),
-        library=vl_convert.javascript_bundle().replace("</script", "<\\/script"),
+        lighter=theme.LIGHTER,
+        library=vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace("</script", "<\\/script"),
     )  # fmt: skip
 
 
@@ -81,7 +88,21 @@ def _drawn(part: Part, number: int) -> tuple[list[Figure], list[str]]:
         spec.pop("config")
         wide = bool(spec.pop("usermeta", {}).get("wide"))
         figures.append(Figure(f"chart-{number}-{name}", name, title["text"], title["subtitle"], spec, wide))
-    return figures, left_out
+    return _filled(figures), left_out
+
+
+def _filled(figures: Sequence[Figure]) -> list[Figure]:
+    """Two figures in a row; one that would stand alone in its row takes all of it."""
+    filled: list[Figure] = []
+    alone = False  # whether the last one waits for a neighbour
+    for one in figures:
+        if one.wide and alone:
+            filled[-1] = replace(filled[-1], wide=True)
+        alone = not one.wide and not alone
+        filled.append(one)
+    if alone:
+        filled[-1] = replace(filled[-1], wide=True)
+    return filled
 
 
 def _config(*, dark: bool) -> dict[str, Any]:
@@ -215,14 +236,14 @@ def _of_sweep(frame: pl.DataFrame, done: pl.DataFrame, axes: Sequence[str], sear
 
     if searched and len(best := done.drop_nulls("capacity_rate").top_k(1, by="capacity_rate")):
         row = best.row(0, named=True)
-        rate = tables.number(row["capacity_rate"])
+        rate = number(row["capacity_rate"])
         return Verdict(f"Of {len(done):,} points, {at(row)} holds the highest rate, {rate} requests/s{failed}.")
     if "slo_met" in done.columns and done["slo_met"].drop_nulls().len():
         met = done.filter(pl.col("slo_met"))
         told = f"{len(met):,} of {len(done):,} points meet the SLO"
         if len(met) and "request_throughput" in met.columns:
             row = met.top_k(1, by="request_throughput").row(0, named=True)
-            told += f"; the most requests, {tables.number(row['request_throughput'])} a second, at {at(row)}"
+            told += f"; the most requests, {number(row['request_throughput'])} a second, at {at(row)}"
         return Verdict(f"{told}{failed}.", "met" if len(met) else "missed")
     return Verdict(f"{len(done):,} points are done{failed}.")
 
@@ -263,6 +284,21 @@ def _trends(done: pl.DataFrame, varied: Sequence[str], searched: bool) -> dict[s
     return drawn | {n: front(x, y, b) for n, (x, y, b) in fronts.items() if {x, y} <= set(data.columns)}
 
 
+def _about(scenario: Mapping[str, Any]) -> list[str]:
+    """What serves, in short."""
+    model, device, split = (scenario.get(table, {}) for table in ("model", "device", "deployment"))
+    told = []
+    if model.get("name"):
+        tp, pp = split.get("tensor_parallel", 1), split.get("pipeline_parallel", 1)
+        many = f" × {split['replicas']} replicas" if split.get("replicas", 1) > 1 else ""
+        parallel = "".join(f" {name}{n}" for name, n in (("TP", tp), ("PP", pp)) if n > 1)
+        told.append(f"{model['name']} on {tp * pp} × {device.get('name', 'a device')}{parallel}{many}")
+    latency = scenario.get("latency", {})
+    if latency.get("kind"):
+        told.append(f"latency: {latency['kind']} {latency.get('name', '')}".strip())
+    return told
+
+
 def _scenarios(kept: Kept) -> dict[str, str]:
     """The scenarios as run, by file; policies of a comparison differ in a line or two."""
     found = {"study.toml": kept.study, "scenario.toml": kept.scenario or (kept.run.scenario if kept.run else None)}
@@ -284,7 +320,7 @@ def _provenance(kept: Kept) -> dict[str, str]:
     return {
         "made by": f"servecast {installed('servecast')}",
         "from the files in": str(kept.directory),
-        "charts": f"Vega-Lite, drawn in this page by the library it holds (vl-convert {installed('vl-convert-python')})",
+        "charts": f"Vega-Lite, drawn by the library that this page holds (vl-convert {installed('vl-convert-python')})",
     }
 
 

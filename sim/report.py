@@ -90,7 +90,7 @@ class Report:
 
     @cached_property
     def gaps(self) -> pl.DataFrame:
-        """Every gap between two tokens of a measured request, ascending, with how many there are of it: the TBT pool."""
+        """The TBT pool: every gap between two tokens of a measured request, ascending, and how many there are of it."""
         import polars as pl
 
         gaps, counts = self._gaps

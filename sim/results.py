@@ -16,11 +16,15 @@ from sim.errors import BadInput, shown
 
 LARGEST = 1 << 27  # bytes of a JSON file
 
-Distribution = TypedDict(
-    "Distribution",
-    {"n": int, "mean": float | None, "p50": float | None, "p90": float | None, "p99": float | None}
-    | {"min": float | None, "max": float | None},
-)
+
+class Distribution(TypedDict):
+    n: int
+    mean: float | None
+    min: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    max: float | None
 
 
 class Verdict(TypedDict):
@@ -62,6 +66,10 @@ class Summary(TypedDict):
     notes: list[str]
 
 
+class _Comparison(TypedDict):
+    results: list[Summary]
+
+
 class _Trial(TypedDict):
     rate: float
     met: bool
@@ -78,6 +86,10 @@ class _Capacity(TypedDict):
     trials: list[_Trial]
     seeds: dict[str, float]
     notes: list[str]
+
+
+class _Capacities(TypedDict):
+    results: list[_Capacity]
 
 
 class _Sensitivity(TypedDict):
@@ -121,8 +133,8 @@ class _Validation(TypedDict):
 
 
 SUMMARY: TypeAdapter[Any] = TypeAdapter(Summary)
-COMPARISON: TypeAdapter[Any] = TypeAdapter(TypedDict("Comparison", {"results": list[Summary]}))
-CAPACITY: TypeAdapter[Any] = TypeAdapter(TypedDict("Capacity", {"results": list[_Capacity]}))
+COMPARISON: TypeAdapter[Any] = TypeAdapter(_Comparison)
+CAPACITY: TypeAdapter[Any] = TypeAdapter(_Capacities)
 COST: TypeAdapter[Any] = TypeAdapter(_Cost)
 VALIDATION: TypeAdapter[Any] = TypeAdapter(_Validation)
 REQUESTS = ("arrival_s", "replica", "first_token_s", "finished_s", "output_tokens")

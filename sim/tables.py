@@ -89,23 +89,21 @@ def of_comparison(summaries: Sequence[Summary]) -> Verdict:
         best = min(summaries, key=lambda one: _or_infinite(one["tbt_s"]["p99"]))
         told = f"{best['policy']} has the lowest TBT P99 {same}, {seconds(best['tbt_s']['p99'])}"
         return Verdict(f"{told}; the scenario sets no SLO to meet.")
-    met = [one["policy"] for one in summaries if all(verdict["met"] for verdict in one["slo"].values())]
-    missed = [
-        f"{one['policy']} ({', '.join(_missed(key, verdict) for key, verdict in one['slo'].items() if not verdict['met'])})"
-        for one in summaries
-        if one["policy"] not in met
-    ]
+    failures = {one["policy"]: [key for key, verdict in one["slo"].items() if not verdict["met"]] for one in summaries}
+    met = [policy for policy, failed in failures.items() if not failed]
+    missed = [f"{one['policy']} misses {_missed(one, keys)}" for one in summaries if (keys := failures[one["policy"]])]
     if not met:
         return Verdict(f"No policy meets the SLO {same}: {'; '.join(missed)}.", "missed")
-    who = "Every policy meets" if not missed else f"{_joined(met)} {'meets' if len(met) == 1 else 'meet'}"
-    tail = f"; missed by {'; '.join(missed)}" if missed else ""
-    return Verdict(f"{who} the SLO {same}{tail}.", "met")
+    if not missed:
+        return Verdict(f"Every policy meets the SLO {same}.", "met")
+    who = f"Only {_joined(met)} {'meets' if len(met) == 1 else 'meet'}"
+    return Verdict(f"{who} the SLO {same}: {'; '.join(missed)}.", "met")
 
 
 def of_capacity(found: Sequence[Mapping[str, Any]]) -> Verdict:
     """Who holds the highest rate, and how many times the first policy's it is."""
     if not found or not any(one["rate"] for one in found):
-        limits = sorted({one["limited_by"] or "nothing" for one in found})
+        limits = sorted({short(one["limited_by"] or "nothing") for one in found})
         return Verdict(f"Not feasible: no rate meets the SLO (limited by {', '.join(limits)}).", "missed")
     best = max(found, key=lambda one: float(one["rate"]))
     if best["limited_by"] is None:
@@ -113,7 +111,8 @@ def of_capacity(found: Sequence[Mapping[str, Any]]) -> Verdict:
         return Verdict(f"{held}.", "met")
     low, high = best["interval"] or (None, None)
     over = f" ({low:.3g} to {high:.3g} over {len(best['seeds'])} seeds)" if low is not None else ""
-    held = f"Within the SLO {best['policy']} holds {number(best['rate'])} requests/s{over}, limited by {best['limited_by']}"
+    limit = short(best["limited_by"])
+    held = f"Within the SLO {best['policy']} holds {number(best['rate'])} requests/s{over}, limited by {limit}"
     others = [one for one in found if one is not best and one["rate"]]
     if others:
         second = max(others, key=lambda one: float(one["rate"]))
@@ -125,7 +124,8 @@ def of_capacity(found: Sequence[Mapping[str, Any]]) -> Verdict:
 def of_cost(result: Mapping[str, Any]) -> Verdict:
     """What a million output tokens cost."""
     if result["per_million_output_tokens"] is None:
-        return Verdict(f"Not feasible: nothing is served within the SLO (limited by {result['limited_by']}).", "missed")
+        limit = short(result["limited_by"] or "nothing")
+        return Verdict(f"Not feasible: nothing is served within the SLO (limited by {limit}).", "missed")
     interval = result["interval_per_million_output_tokens"]
     over = f" ({number(interval[0])} to {number(interval[1])} over seeds)" if interval and None not in interval else ""
     rate = f"{number(result['rate'])} requests/s"
@@ -163,7 +163,7 @@ def distributions(summary: Summary) -> Table:
 
 def limits(summary: Summary) -> Table:
     """The SLO: value, limit and verdict."""
-    rows = [
+    rows: list[list[str | Cell]] = [
         [short(key), figure(key, one["value"]), figure(key, one["limit"]), _met(one["met"])]
         for key, one in summary["slo"].items()
     ]
@@ -199,8 +199,9 @@ def side_by_side(summaries: Sequence[Summary]) -> Table:
     """Policies in columns."""
     rows: list[list[str | Cell]] = []
     for metric, name in METRICS.items():
-        for one in ("p50", "p99"):
-            rows.append([f"{name} {one.upper()}", *(seconds(s[f"{metric}_s"][one]) for s in summaries)])
+        rows += [
+            [f"{name} {one.upper()}", *(seconds(s[f"{metric}_s"][one]) for s in summaries)] for one in ("p50", "p99")
+        ]
     rows.append(["TBT max", *(seconds(s["tbt_s"]["max"]) for s in summaries)])
     rows.append(["TBT n (gaps)", *(number(s["tbt_s"]["n"]) for s in summaries)])
     rows.append(["completed, of requests offered", *(f"{s['completed']:,} of {s['offered']:,}" for s in summaries)])
@@ -224,7 +225,7 @@ def capacities(found: Sequence[Mapping[str, Any]]) -> Table:
             number(one["rate"]) if one["rate"] else Cell("not feasible", "missed"),
             "–" if one["interval"] is None else f"{one['interval'][0]:.3g} to {one['interval'][1]:.3g}",
             number(len(one["seeds"])),
-            one["limited_by"] or "nothing that was tried",
+            short(one["limited_by"] or "nothing that was tried"),
             number(len(one["trials"])),
         ]
         for one in found
@@ -242,7 +243,7 @@ def trials(found: Sequence[Mapping[str, Any]]) -> Table:
             number(trial["rate"], 4),
             _met(trial["met"]),
             *(figure(key, trial["values"].get(key)) for key in keys),
-            (trial["limited_by"] or "") + (", stopped early" if trial["stopped"] else ""),
+            short(trial["limited_by"] or "") + (", stopped early" if trial["stopped"] else ""),
         ]
         for one in found
         for trial in sorted(one["trials"], key=lambda trial: float(trial["rate"]))
@@ -253,26 +254,28 @@ def trials(found: Sequence[Mapping[str, Any]]) -> Table:
 
 def costs(result: Mapping[str, Any]) -> Table:
     """The cost, and how it moves."""
-    rows: list[list[str | Cell]] = [
-        ["per million output tokens", number(result["per_million_output_tokens"]), ""],
-        ["per million tokens", number(result["per_million_tokens"]), "prompt and output"],
-        ["requests/s", number(result["rate"]), f"limited by {result['limited_by'] or 'nothing'}"],
-        ["mean output tokens of a request", number(result["mean_output_tokens"], 4), ""],
-        ["mean prompt tokens of a request", number(result["mean_prompt_tokens"], 4), ""],
-    ]
     sensitivity = result["sensitivity"]
-    rows += [["output", number(c), f"at {float(f):.0%} of that rate"] for f, c in sensitivity["load"].items()]
-    rows += [["output", number(c), f"at {float(f):.0%} of the price"] for f, c in sensitivity["gpu_hour"].items()]
-    rows += [
-        [
-            "output",
-            number(row["per_million_output_tokens"]),
-            f"latency limits × {scale}: {number(row['rate'])} requests/s",
-        ]
-        for scale, row in sensitivity["slo"].items()
-        if "per_million_output_tokens" in row
+    million = "a million output tokens"
+    rows = [
+        [million, number(result["per_million_output_tokens"])],
+        ["a million tokens, prompt and output", number(result["per_million_tokens"])],
+        *(
+            [f"{million}, at {float(f):.0%} of the rate", number(c)]
+            for f, c in sensitivity["load"].items()
+            if f != "1.0"
+        ),
+        *([f"{million}, at {float(f):.0%} of the price", number(c)] for f, c in sensitivity["gpu_hour"].items()),
+        *(
+            [f"{million}, latency limits × {scale}", number(row["per_million_output_tokens"])]
+            for scale, row in sensitivity["slo"].items()
+            if "per_million_output_tokens" in row
+        ),
+        ["requests/s", number(result["rate"])],
+        ["limited by", short(result["limited_by"] or "nothing")],
+        ["mean output tokens of a request", number(result["mean_output_tokens"], 4)],
+        ["mean prompt tokens of a request", number(result["mean_prompt_tokens"], 4)],
     ]
-    return Table("Cost", ["", "cost", ""], rows, "In the currency of the price, which is a parameter: [cost] gpu_hour.")
+    return Table("Cost", ["", ""], rows, "In the currency of the price, which is a parameter: [cost] gpu_hour.")
 
 
 def validation(result: Mapping[str, Any]) -> list[Table]:
@@ -331,8 +334,13 @@ def _met(met: bool) -> Cell:
     return Cell("met", "met") if met else Cell("missed", "missed")
 
 
-def _missed(key: str, verdict: Mapping[str, Any]) -> str:
-    return f"{short(key)} {figure(key, verdict['value'])} {sign(key, False)} {figure(key, verdict['limit'])}"
+def _missed(summary: Summary, keys: Sequence[str]) -> str:
+    """Which limits, and by how much."""
+    told = []
+    for key in keys:
+        value, limit = (figure(key, summary["slo"][key][one]) for one in ("value", "limit"))
+        told.append(f"{short(key)} ({value} {sign(key, False)} {limit})")
+    return _joined(told)
 
 
 def _joined(names: Sequence[str]) -> str:

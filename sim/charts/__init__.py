@@ -3,10 +3,10 @@
 >>> from sim import Scenario, charts, simulate
 >>> charts.tbt(simulate(Scenario.load("scenarios/chat-mistral-7b.toml")))
 
-`tokens`, `tbt`, `ttft`, `kv`, `queue` and `time_parts` take a run or several (a list, or a dict of labels), `batches` and
-`timeline` one. A run is a `Report`, or what `sim.results.load` reads from the files of one. `capacity` and
-`latency_at_rate` take what `sim.capacity` gives, `cost` what `sim.cost` gives, `front` and `trend` a frame with a row for
-each run. `steps`, `quantiles`, `tbt_quantiles` and `errors` take the results of a validation.
+`tokens`, `tbt`, `ttft`, `kv`, `queue` and `time_parts` take a run or several (a list, or a dict of labels), `batches`
+and `timeline` one. A run is a `Report`, or what `sim.results.load` reads from its files. `capacity` and
+`latency_at_rate` take what `sim.capacity` gives, `cost` what `sim.cost` gives, `front` and `trend` a frame with a row
+for each run. `steps`, `quantiles`, `tbt_quantiles` and `errors` take the results of a validation.
 
 No chart holds more than 5,000 rows: distributions are thinned by rank and series by bins of time, and the subtitle says
 how many there were. What has nothing to show raises `NothingToDraw`. Importing this module makes Altair use the

@@ -10,11 +10,14 @@ import altair as alt
 import polars as pl
 
 from sim.charts import theme
+from sim.charts.theme import Log, tip
 from sim.charts.thin import MOST_ROWS, NothingToDraw, sampled
-from sim.names import is_seconds, short, titled
-from sim.show import number, seconds
+from sim.names import is_seconds, short, titled, upper
+from sim.show import number, percent, seconds
 
 Found = Sequence[Any]  # of sim.capacity.Capacity, or of the rows of capacity.json
+DECADES = 30  # a figure that grows by more than so much has a log axis
+FIGURE = ".4~r"  # four digits, in d3's format
 
 
 def capacity(found: Found | Mapping[str, Found], baseline: str | None = None) -> Any:
@@ -23,90 +26,83 @@ def capacity(found: Found | Mapping[str, Found], baseline: str | None = None) ->
     `found` is what `sim.capacity` gives; or that for several SLOs, by their names. The baseline is the first policy.
     """
     groups = {slo: [_plain(one) for one in each] for slo, each in _by_slo(found).items()}
-    rows: list[dict[str, Any]] = []
-    for slo, each in groups.items():
-        if not each:
-            raise NothingToDraw("no capacity was searched")
-        base = next((one for one in each if one["policy"] == baseline), each[0])
-        for one in each:
-            low, high = one["interval"] or (None, None)
-            gain = one["rate"] / base["rate"] if base["rate"] and one is not base else None
-            told = number(one["rate"]) if one["rate"] else "not feasible"
-            rows.append(
-                {"slo": slo, "label": one["policy"], "rate": one["rate"], "low": low, "high": high}
-                | {"limited": one["limited_by"] or "nothing that was tried", "seeds": len(one["seeds"])}
-                | {"right": max(one["rate"], high or 0.0), "gain": f"× {gain:.2f}" if gain else ""}
-                | {"shown": told + (f"  (×{gain:.2f})" if gain else "")}
-            )
+    if not groups or not all(groups.values()):
+        raise NothingToDraw("no capacity was searched")
+    rows = [row for slo, each in groups.items() for row in _gains(slo, each, baseline)]
     frame = pl.DataFrame(rows, infer_schema_length=None)
-    labels = list(dict.fromkeys(frame["label"]))
-    many = len(groups) > 1
-    lane = alt.Y("label:N", title=None, sort=labels) if not many else alt.Y("slo:N", title=None, sort=list(groups))
-    offset = {"yOffset": alt.YOffset("label:N", sort=labels)} if many else {}
-    longest = max(float(frame["right"].max()), 1e-9)  # type: ignore[arg-type]
-    scale = alt.Scale(domain=[0, longest * 1.25], nice=False)
-    base = alt.Chart(frame).encode(lane, **offset)
-    told = [
-        alt.Tooltip("label:N", title="policy"),
-        alt.Tooltip("rate:Q", title="requests/s", format=".4~r"),
-        alt.Tooltip("low:Q", title="least of the seeds", format=".4~r"),
-        alt.Tooltip("high:Q", title="most of the seeds", format=".4~r"),
-        alt.Tooltip("limited:N", title="limited by"),
-    ]
-    x = alt.X("rate:Q", title="arrival rate that meets the SLO (requests/s, all replicas)", scale=scale)
-    bars = base.mark_bar(opacity=0.9).encode(x, theme.colours(labels), tooltip=told)
-    text = base.mark_text(align="left", dx=6).encode(alt.X("right:Q"), alt.Text("shown:N"))
-    layers = [bars, text]
-    if frame["low"].null_count() < len(frame):
-        spread = base.mark_rule(strokeWidth=2, color="black").encode(alt.X("low:Q"), alt.X2("high:Q"))
-        ends = [
-            base.mark_tick(thickness=2, size=10, color="black").encode(alt.X(f"{side}:Q")) for side in ("low", "high")
-        ]
-        layers = [bars, spread.transform_filter("isValid(datum.low)"), *ends, text]
-    first = baseline or rows[0]["label"]
-    seeds = rows[0]["seeds"]
-    whiskers = (
-        f"whiskers: smallest and largest of {seeds} searches, one a seed" if seeds > 1 else "one seed: no interval"
+    policies = frame["label"].unique(maintain_order=True).to_list()
+    longest = max(float(frame["right"].to_numpy().max()), 1e-9)
+    base = alt.Chart(frame)
+    if len(groups) > 1:
+        lanes = len(frame) + len(groups)
+        base = base.encode(alt.Y("slo:N", title=None, sort=list(groups)), yOffset=alt.YOffset("label:N", sort=policies))
+    else:
+        lanes = len(frame)
+        base = base.encode(alt.Y("label:N", title=None, sort=policies))
+    bars = base.mark_bar(opacity=0.9).encode(
+        alt.X("rate:Q", title="arrival rate that meets the SLO (requests/s, all replicas)").scale(
+            theme.window(0, longest * 1.4)
+        ),
+        theme.colours(policies),
+        tooltip=[
+            *(tip("label", "policy"), tip("rate", "requests/s", FIGURE), tip("limited", "limited by")),
+            *(tip("low", "least of the seeds", FIGURE), tip("high", "most of the seeds", FIGURE)),
+        ],
     )
-    gains = f"in brackets: times {first}" if len(labels) > 1 else ""
-    height = 60 + 40 * (len(frame) if not many else len(groups) * (len(labels) * 0.6 + 0.4))
-    return theme.finish(alt.layer(*layers), "Capacity", whiskers, gains, height=int(height))
+    text = base.mark_text(align="left", dx=6).encode(alt.X("right:Q"), alt.Text("shown:N"))
+    spread = [*_whiskers(base.transform_filter("isValid(datum.low)")), text] if rows[0]["low"] is not None else [text]
+    seeds = rows[0]["seeds"]
+    interval = f"n = {seeds} searches of each, one a seed: whiskers from the least to the most"
+    return theme.finish(
+        alt.layer(bars, *spread),
+        "Capacity",
+        interval if seeds > 1 else "n = 1 search of each: no interval",
+        f"in brackets: times {baseline or policies[0]}" if len(policies) > 1 else "",
+        height=50 + 38 * lanes,
+    )
+
+
+def _gains(slo: str, found: Sequence[Mapping[str, Any]], baseline: str | None) -> list[dict[str, Any]]:
+    """Rows of a chart of capacities."""
+    base = next((one for one in found if one["policy"] == baseline), found[0])
+    rows = []
+    for one in found:
+        low, high = one["interval"] or (None, None)
+        gain = f"  (×{one['rate'] / base['rate']:.2f})" if base["rate"] and one is not base else ""
+        rows.append(
+            {
+                "slo": slo,
+                "label": one["policy"],
+                "rate": one["rate"],
+                "low": low,
+                "high": high,
+                "right": max(one["rate"], high or 0.0),
+                "shown": (number(one["rate"]) if one["rate"] else "not feasible") + gain,
+                "limited": short(one["limited_by"] or "nothing that was tried"),
+                "seeds": len(one["seeds"]),
+            }
+        )
+    return rows
 
 
 def latency_at_rate(found: Found, key: str, limit: float | None = None) -> Any:
     """A figure of the SLO at every rate that a search tried, with its limit and the capacity interval of each policy.
 
-    Trials that were stopped, because they could not pass any more, have no value: they are ticks at the upper edge.
+    Trials that were stopped, because they could not pass any more, have no value: they are marks at the upper edge.
     """
     each = [_plain(one) for one in found]
-    rows = [
-        {"label": one["policy"], "rate": trial["rate"], "value": trial["values"].get(key), "met": trial["met"]}
-        | {"limited": trial["limited_by"] or "", "shown": told(trial["values"].get(key))}
-        for one in each
-        for trial in one["trials"]
-        if trial["values"].get(key) is not None
+    trials = [
+        {"label": one["policy"], **trial, "value": trial["values"].get(key)} for one in each for trial in one["trials"]
     ]
-    rows.sort(key=lambda row: (row["label"], row["rate"]))
-    if not rows:
-        raise NothingToDraw(f"no trial has a value of {key}")
-    stopped = [
-        {"label": one["policy"], "rate": trial["rate"], "limited": trial["limited_by"] or ""}
-        for one in each
-        for trial in one["trials"]
-        if trial["stopped"] and trial["rate"] <= 4 * max(row["rate"] for row in rows)
-    ]
-    frame = pl.DataFrame(rows, infer_schema_length=None)
-    labels = [one["policy"] for one in each]
-    colour = theme.colours(labels)
-    rates = [row["rate"] for row in rows + stopped]
-    xs, ticks = theme.logarithmic(min(rates), max(rates))
-    x = alt.X("rate:Q", title="arrival rate (requests/s, all replicas)", scale=xs, axis=alt.Axis(values=ticks))
-    values = [row["value"] for row in rows] + ([limit] if limit else [])
-    y = alt.Y("value:Q", title=titled(key))
-    positive = [value for value in values if value > 0]
-    if key != "attainment" and positive:
-        ys, marks = theme.logarithmic(max(min(positive), max(positive) / 1e5), max(positive))
-        y = y.scale(ys).axis(values=marks, labelExpr=theme.SECONDS).title(short(key))
+    tried = sorted((t for t in trials if t["value"] is not None), key=lambda t: float(t["rate"]))
+    if not tried:
+        raise NothingToDraw(f"no trial has a value of {short(key)}")
+    farthest = 4 * tried[-1]["rate"]
+    stopped = [trial for trial in trials if trial["stopped"] and trial["rate"] <= farthest]
+    rates = Log.of(*(trial["rate"] for trial in tried + stopped))
+    colour = theme.colours([one["policy"] for one in each])
+    x = alt.X("rate:Q", title="arrival rate (requests/s, all replicas)").scale(rates.scale).axis(values=rates.ticks())
+    values = pl.Series([trial["value"] for trial in tried] + ([] if limit is None else [limit]), dtype=pl.Float64)
     layers: list[Any] = []
     bands = [
         {"label": one["policy"], "low": one["interval"][0], "high": one["interval"][1]}
@@ -114,38 +110,38 @@ def latency_at_rate(found: Found, key: str, limit: float | None = None) -> Any:
         if one["interval"] and one["interval"][0]
     ]
     if bands:
-        layers.append(
-            alt.Chart(pl.DataFrame(bands)).mark_rect(opacity=0.18)
-            .encode(alt.X("low:Q", scale=xs), alt.X2("high:Q"), colour)
-        )  # fmt: skip
+        area = alt.Chart(pl.DataFrame(bands)).mark_rect(opacity=0.18, clip=True)
+        layers.append(area.encode(alt.X("low:Q", scale=rates.scale), alt.X2("high:Q"), colour))
     if limit is not None:
-        line = alt.Chart(pl.DataFrame({"limit": [limit], "shown": [f"SLO {told(limit)}"]}))
-        layers.append(line.mark_rule(strokeDash=[5, 4], color=theme.LIMIT, strokeWidth=1.5).encode(alt.Y("limit:Q")))
-        layers.append(
-            line.mark_text(align="left", dy=-8, dx=4).encode(alt.XValue(0), alt.Y("limit:Q"), alt.Text("shown:N"))
-        )
-    tip = [alt.Tooltip("label:N", title="policy"), alt.Tooltip("rate:Q", title="requests/s", format=".4~r")]
-    tip_value = [alt.Tooltip("shown:N", title=titled(key)), alt.Tooltip("met:N", title="all of the SLO met")]
-    base = alt.Chart(frame).encode(x, y, colour)
+        layers += theme.level(limit, f"SLO {_shown(key, limit)}")
+    base = alt.Chart(_marks(tried, key)).encode(x, _axis(alt.Y("value:Q"), values, key), colour)
+    tips = [tip("label", "policy"), tip("rate", "requests/s", FIGURE)]
     layers.append(base.mark_line(strokeWidth=1.5, clip=True))
     layers.append(
         base.mark_point(filled=True, size=50, opacity=1, clip=True).encode(
-            shape=alt.Shape(
-                "met:N", scale=alt.Scale(domain=[True, False], range=["circle", "triangle-up"]), legend=None
-            ),
-            tooltip=[*tip, *tip_value, alt.Tooltip("limited:N", title="limited by")],
+            shape=alt.Shape("met:N", legend=None).scale(domain=[True, False], range=["circle", "triangle-up"]),
+            tooltip=[*tips, tip("shown", short(key)), tip("met", "all of the SLO met"), tip("limited", "limited by")],
         )
     )
+    said = f"n = {len(tried)} trials with a value: circles meet all of the SLO, triangles do not"
     if stopped:
-        layers.append(
-            alt.Chart(pl.DataFrame(stopped)).mark_point(shape="triangle-down", size=45, filled=True, opacity=0.8)
-            .encode(x, alt.YValue(6), colour, tooltip=[*tip, alt.Tooltip("limited:N", title="stopped: missed")])
-        )  # fmt: skip
-    said = f"{len(rows)} trials with a value; circles meet all of the SLO, triangles do not"
-    if stopped:
-        said += f"; {len(stopped)} stopped early, at the upper edge"
+        marks = alt.Chart(_marks(stopped, key)).mark_point(shape="triangle-down", size=45, filled=True, opacity=0.8)
+        layers.append(marks.encode(x, colour, y=alt.value(6), tooltip=[*tips, tip("limited", "stopped: missed")]))
+        said += f"; {len(stopped)} were stopped early (upper edge)"
     shaded = "shaded: capacity, from the least to the most of the seeds" if bands else ""
-    return theme.finish(alt.layer(*layers), f"{titled(key).removesuffix(' (s)')} against rate", said, shaded)
+    return theme.finish(alt.layer(*layers), f"{upper(short(key))} against rate", said, shaded)
+
+
+def _marks(trials: Sequence[Mapping[str, Any]], key: str) -> pl.DataFrame:
+    """Trials as rows of a chart."""
+    return pl.DataFrame(
+        [
+            {name: trial[name] for name in ("label", "rate", "value", "met")}
+            | {"limited": short(trial["limited_by"] or ""), "shown": _shown(key, trial["value"])}
+            for trial in trials
+        ],
+        infer_schema_length=None,
+    )
 
 
 def cost(result: Mapping[str, Any]) -> Any:
@@ -154,51 +150,38 @@ def cost(result: Mapping[str, Any]) -> Any:
     if base is None:
         raise NothingToDraw("nothing is served within the SLO: there is no cost")
     sensitivity = result["sensitivity"]
-    rows = [{"what": "as it is", "kind": "base", "cost": base}]
-    rows += [
-        {"what": f"at {float(load):.0%} of that rate", "kind": "load", "cost": price}
-        for load, price in sensitivity["load"].items()
-        if float(load) != 1
-    ]
-    rows += [
-        {"what": f"at {float(factor):.0%} of the price", "kind": "price", "cost": price}
-        for factor, price in sensitivity["gpu_hour"].items()
-    ]
-    rows += [
-        {"what": f"latency limits × {scale}", "kind": "SLO", "cost": row.get("per_million_output_tokens")}
-        for scale, row in sensitivity["slo"].items()
-        if float(scale) != 1
+    loads, prices, slos = sensitivity["load"].items(), sensitivity["gpu_hour"].items(), sensitivity["slo"].items()
+    rows = [
+        ("as it is", "base", base),
+        *((f"at {float(load):.0%} of that rate", "load", price) for load, price in loads if float(load) != 1),
+        *((f"at {float(factor):.0%} of the price", "price", price) for factor, price in prices),
+        *((f"latency limits × {by}", "SLO", one["per_million_output_tokens"]) for by, one in slos if float(by) != 1),
     ]
     spread = result["interval_per_million_output_tokens"]
-    edge = spread[1] if spread and None not in spread else base
-    frame = pl.DataFrame(rows, infer_schema_length=None).with_columns(
-        right=pl.when(pl.col("kind") == "base").then(max(base, edge)).otherwise("cost"),
-        shown=pl.col("cost").map_elements(number, return_dtype=pl.String, skip_nulls=False),
+    low, high = spread if spread and None not in spread else (base, base)
+    frame = pl.DataFrame(rows, schema=["what", "kind", "cost"], orient="row", infer_schema_length=None).with_columns(
+        right=pl.when(pl.col("kind") == "base").then(max(base, high)).otherwise(pl.col("cost").fill_null(0)),
+        shown=pl.Series([number(price) if price is not None else "not feasible" for *_, price in rows]),
         change=pl.col("cost") / base - 1,
     )
-    order = frame["what"].to_list()
-    shades = {"base": theme.GREY, "load": theme.BLUE, "price": theme.ORANGE, "SLO": theme.GREEN}
-    top = float(frame["cost"].max()) * 1.15  # type: ignore[arg-type]
-    lane = alt.Y("what:N", title=None, sort=order, axis=alt.Axis(labelLimit=220))
+    lane = alt.Y("what:N", title=None, sort=[what for what, *_ in rows], axis=alt.Axis(labelLimit=220))
     chart = alt.Chart(frame).encode(lane)
+    shades = {"base": theme.GREY, "load": theme.BLUE, "price": theme.ORANGE, "SLO": theme.GREEN}
     bars = chart.mark_bar(height=alt.RelativeBandSize(0.72)).encode(
-        alt.X(
-            "cost:Q", title="cost per million output tokens (currency of the price)", scale=alt.Scale(domain=[0, top])
+        alt.X("cost:Q", title="cost per million output tokens, in the currency of the price").scale(
+            theme.window(0, float(frame["right"].to_numpy().max()) * 1.15)
         ),
         theme.parts("kind", shades).legend(None),
-        tooltip=[alt.Tooltip("what:N"), alt.Tooltip("cost:Q", format=".4~r"), alt.Tooltip("change:Q", format="+.1%")],
+        tooltip=[tip("what", "what"), tip("cost", "cost", FIGURE), tip("change", "change", "+.1%")],
     )
     text = chart.mark_text(align="left", dx=5).encode(alt.X("right:Q"), alt.Text("shown:N"))
-    layers = [bars, text]
-    if spread and None not in spread:
-        whisker = alt.Chart(pl.DataFrame({"what": ["as it is"], "low": [spread[0]], "high": [spread[1]]})).encode(lane)
-        layers.insert(1, whisker.mark_rule(strokeWidth=2, color="black").encode(alt.X("low:Q"), alt.X2("high:Q")))
-    said = f"{result['devices']} × {result['gpu_hour']:g} an hour, {number(result['rate'])} requests/s"
-    said += ", the capacity within the SLO" if result["rate_from"] == "capacity" else ", the scenario's own rate"
-    return theme.finish(
-        alt.layer(*layers), "Cost of output tokens", said, "the price is a parameter: [cost] gpu_hour",
-        height=30 * len(rows) + 20,
-    )  # fmt: skip
+    between = alt.Chart(pl.DataFrame({"what": ["as it is"], "low": [low], "high": [high]})).encode(lane)
+    said = f"{result['devices']} × {result['gpu_hour']:g} an hour (a parameter, [cost] gpu_hour), "
+    said += f"{number(result['rate'])} requests/s, "
+    said += "the capacity within the SLO" if result["rate_from"] == "capacity" else "the scenario's own rate"
+    whisker = "whiskers: the rates of other seeds" if low < high else ""
+    layers = [bars, *(_whiskers(between) if low < high else []), text]
+    return theme.finish(alt.layer(*layers), "Cost of output tokens", said, whisker, height=30 * len(rows) + 20)
 
 
 def front(
@@ -215,99 +198,98 @@ def front(
     `by` colours the runs and gives each colour its own front; `point` is the column that names a run (its token budget,
     say). `better` tells which way x and y get better, "higher" or "lower".
     """
-    told_by = pl.col(by).cast(pl.String) if by else pl.lit("runs")
-    data = frame.drop_nulls([x, y]).select(
-        x=pl.col(x).cast(pl.Float64),
-        y=pl.col(y).cast(pl.Float64),
-        label=told_by,
-        point=pl.col(point).cast(pl.String) if point else pl.lit(""),
-    )
-    if not len(data):
-        raise NothingToDraw(f"no run has both {x} and {y}")
+    data = _points(frame, x, y, by, point)
     labels = data["label"].unique(maintain_order=True).to_list()
     best = pl.concat(_undominated(data.filter(pl.col("label") == label), better) for label in labels)
     drawn = sampled(data, MOST_ROWS // 2)
     colour = theme.colours(labels) if by else alt.value(theme.BLUE)
-    across, up = _axis(alt.X("x:Q", title=titled(x)), data["x"], x), _axis(alt.Y("y:Q", title=titled(y)), data["y"], y)
-    tip = [alt.Tooltip("label:N", title=titled(by))] if by else []
-    tip += [alt.Tooltip("point:N", title=titled(point))] if point else []
-    tip += [alt.Tooltip("x:Q", title=titled(x), format=".4~r"), alt.Tooltip("y:Q", title=titled(y), format=".4~r")]
-    dots = alt.Chart(drawn).mark_point(filled=True, size=55, opacity=0.55).encode(across, up, colour, tooltip=tip)
-    line = alt.Chart(best).mark_line(strokeWidth=2).encode(across, up, colour, order=alt.Order("x:Q"))
-    on_it = alt.Chart(best).mark_point(filled=True, size=75, opacity=1).encode(across, up, colour, tooltip=tip)
-    layers = [dots, line, on_it]
+    channels = _axis(alt.X("x:Q"), data["x"], x), _axis(alt.Y("y:Q"), data["y"], y), colour
+    tips = [tip("label", short(by))] if by else []
+    tips += [tip("point", short(point))] if point else []
+    tips += [tip("x", titled(x), FIGURE), tip("y", titled(y), FIGURE)]
+    layers = [
+        alt.Chart(drawn).mark_point(filled=True, size=55, opacity=0.5).encode(*channels, tooltip=tips),
+        alt.Chart(best).mark_line(strokeWidth=2).encode(*channels, order=alt.Order("x:Q")),
+        alt.Chart(best).mark_point(filled=True, size=75, opacity=1).encode(*channels, tooltip=tips),
+    ]
     if point:
-        shown = sampled(best, 40)
-        layers.append(alt.Chart(shown).mark_text(dy=-10, align="center").encode(across, up, alt.Text("point:N")))
-    short_x, short_y = short(x), short(y)
-    said = f"{len(data):,} runs, {len(best):,} of them on a front; better is {better[0]} across, {better[1]} up"
-    said += f"; drawn: {len(drawn):,}" if len(drawn) < len(data) else ""
+        layers.append(alt.Chart(sampled(best, 40)).mark_text(dy=-11).encode(*channels[:2], alt.Text("point:N")))
+    few = f", {len(drawn):,} of them drawn" if len(drawn) < len(data) else ""
+    said = f"n = {len(data):,} runs{few}; {len(best):,} are beaten by none: the line"
     named = f"labels: {titled(point)}" if point else ""
-    return theme.finish(alt.layer(*layers), f"{short_y} against {short_x}", said, named)
+    ways = f"better is {better[0]} across and {better[1]} up"
+    return theme.finish(
+        alt.layer(*layers),
+        f"{upper(short(y))} against {short(x)}",
+        said,
+        "; ".join(filter(None, [ways, named])),
+    )
 
 
 def trend(frame: pl.DataFrame, x: str, y: str, *, by: str | None = None, limit: float | None = None) -> Any:
-    """A figure of many runs against what was varied, a line for each value of `by`."""
+    """A figure of many runs against what was varied, a line for each value of `by`, and the SLO's limit."""
+    data = _points(frame, x, y, by, None, numeric=frame[x].dtype.is_numeric())
+    labels = data["label"].unique(maintain_order=True).to_list()
+    drawn = sampled(data, MOST_ROWS)
+    colour = theme.colours(labels) if by else alt.value(theme.BLUE)
+    ordered = data["x"].dtype.is_numeric()
+    names = data["x"].unique(maintain_order=True).to_list()
+    across = _axis(alt.X("x:Q"), data["x"], x) if ordered else alt.X("x:N", title=titled(x), sort=names)
+    values = data["y"] if limit is None else pl.concat([data["y"], pl.Series([limit], dtype=pl.Float64)])
+    tips = [tip("label", short(by))] if by else []
+    tips += [tip("x", short(x), FIGURE if ordered else None), tip("y", titled(y), FIGURE)]
+    base = alt.Chart(drawn).encode(across, _axis(alt.Y("y:Q"), values, y), colour)
+    layers: list[Any] = [] if limit is None else theme.level(limit, f"SLO {_shown(y, limit)}")
+    layers += [base.mark_line()] if ordered else []
+    layers.append(base.mark_point(filled=True, size=55, opacity=1).encode(tooltip=tips))
+    few = f", {len(drawn):,} of them drawn" if len(drawn) < len(data) else ""
+    coloured = f"; colours: {short(by)}" if by else ""
+    return theme.finish(
+        alt.layer(*layers), f"{upper(short(y))} against {short(x)}", f"n = {len(data):,} runs{few}{coloured}"
+    )
+
+
+def _points(
+    frame: pl.DataFrame, x: str, y: str, by: str | None, point: str | None, *, numeric: bool = True
+) -> pl.DataFrame:
+    """Runs as rows x, y, label, point; columns of a frame may have any names, those of a chart may not."""
+    kind = pl.Float64 if numeric else pl.String
     data = frame.drop_nulls([x, y]).select(
-        x=pl.col(x), y=pl.col(y).cast(pl.Float64), label=pl.col(by).cast(pl.String) if by else pl.lit("runs")
+        x=pl.col(x).cast(kind),
+        y=pl.col(y).cast(pl.Float64),
+        label=pl.col(by).cast(pl.String).fill_null("–") if by else pl.lit("runs"),
+        point=pl.col(point).cast(pl.String).fill_null("–") if point else pl.lit(""),
     )
     if not len(data):
-        raise NothingToDraw(f"no run has both {x} and {y}")
-    labels = data["label"].unique(maintain_order=True).to_list()
-    colour = theme.colours(labels) if by else alt.value(theme.BLUE)
-    numeric = data["x"].dtype.is_numeric()
-    if numeric:
-        data = data.with_columns(pl.col("x").cast(pl.Float64))
-        across = _axis(alt.X("x:Q", title=titled(x)), data["x"], x)
-    else:
-        data = data.with_columns(pl.col("x").cast(pl.String))
-        across = alt.X("x:N", title=titled(x), sort=data["x"].unique(maintain_order=True).to_list())
-    drawn = sampled(data, MOST_ROWS)
-    both = data["y"] if limit is None else pl.concat([data["y"], pl.Series([limit])])
-    up = _axis(alt.Y("y:Q", title=titled(y)), both, y)
-    tip = [alt.Tooltip("label:N", title=titled(by))] if by else []
-    tip += [alt.Tooltip(f"x:{'Q' if numeric else 'N'}", title=titled(x))]
-    tip += [alt.Tooltip("y:Q", title=titled(y), format=".4~r")]
-    base = alt.Chart(drawn).encode(across, up, colour)
-    dots = base.mark_point(filled=True, size=55, opacity=1).encode(tooltip=tip)
-    layers: list[Any] = [base.mark_line(), dots] if numeric else [dots]
-    if limit is not None:
-        line = alt.Chart(pl.DataFrame({"limit": [limit], "shown": [f"SLO {told(limit)}"]}))
-        layers.insert(0, line.mark_rule(strokeDash=[5, 4], color=theme.LIMIT).encode(alt.Y("limit:Q")))
-        layers.insert(
-            1, line.mark_text(align="left", dy=-8, dx=4).encode(alt.XValue(0), alt.Y("limit:Q"), text="shown")
-        )
-    short_x, short_y = short(x), short(y)
-    thinned = f", {len(drawn):,} drawn" if len(drawn) < len(data) else ""
-    return theme.finish(alt.layer(*layers), f"{short_y} against {short_x}", f"{len(data):,} runs{thinned}")
-
-
-def told(value: float | None) -> str:
-    """A duration in short."""
-    return seconds(value)
+        raise NothingToDraw(f"no run has both {short(x)} and {short(y)}")
+    return data
 
 
 def _axis(channel: Any, values: pl.Series, name: str) -> Any:
-    """Durations, and what goes over more than two decades, on a log axis."""
-    low, high = float(values.min()), float(values.max())  # type: ignore[arg-type]
-    duration = is_seconds(name)
-    if low <= 0 or (not duration and high / low < 30):
-        return channel.scale(zero=False) if low > 0 else channel
-    scale, ticks = theme.logarithmic(low, high)
-    return (
-        channel.scale(scale)
-        .axis(values=ticks, **({"labelExpr": theme.SECONDS} if duration else {}))
-        .title(short(name) if duration else titled(name))
-    )
+    """Durations, and what grows by more than a decade and a half, on a log axis."""
+    low, high = float(values.to_numpy().min()), float(values.to_numpy().max())
+    if low > 0 and is_seconds(name):
+        return Log.of(low, high).seconds(channel.title(short(name)))
+    if low > 0 and high / low > DECADES:
+        axis = Log.of(low, high)
+        return channel.title(titled(name)).scale(axis.scale).axis(values=axis.ticks())
+    return channel.title(titled(name)).scale(zero=False)
+
+
+def _whiskers(base: Any) -> list[Any]:
+    """From `low` to `high`."""
+    ends = [
+        base.mark_tick(style="whisker", thickness=1.5, size=10).encode(alt.X(f"{end}:Q")) for end in ("low", "high")
+    ]
+    return [base.mark_rule(style="whisker").encode(alt.X("low:Q"), alt.X2("high:Q")), *ends]
 
 
 def _undominated(data: pl.DataFrame, better: tuple[str, str]) -> pl.DataFrame:
     """The rows that no other beats in both columns."""
     up_x, up_y = (way == "higher" for way in better)
-    ordered = data.sort("x", "y", descending=[up_x, up_y])
     best = (pl.col("y").cum_max() if up_y else pl.col("y").cum_min()).shift(1)
     beats = pl.col("y") > best if up_y else pl.col("y") < best
-    return ordered.filter(best.is_null() | beats)
+    return data.sort("x", "y", descending=[up_x, up_y]).filter(best.is_null() | beats)
 
 
 def _by_slo(found: Found | Mapping[str, Found]) -> Mapping[str, Found]:
@@ -316,3 +298,7 @@ def _by_slo(found: Found | Mapping[str, Found]) -> Mapping[str, Found]:
 
 def _plain(one: Any) -> dict[str, Any]:
     return asdict(one) if is_dataclass(one) and not isinstance(one, type) else dict(one)
+
+
+def _shown(key: str, value: float | None) -> str:
+    return percent(value) if key == "attainment" else seconds(value) if is_seconds(key) else number(value)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, floor, log10
 from typing import Any
 
 import altair as alt
+import polars as pl
 
 # Okabe and Ito (2008), "Color Universal Design": told apart with every kind of colour vision.
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
@@ -23,6 +26,7 @@ COLOURS = {
     "anchored": GREEN,
 }
 LIMIT = GREY  # of SLO lines
+LIGHTER = {BLUE: "#3A8FD0", VERMILLION: "#EE7A33", GREEN: "#2BB98D", SKY: "#8CD0F5"}  # on a dark page
 WIDTH, HEIGHT = 620, 280
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Liberation Sans', Arial, sans-serif"
 
@@ -44,6 +48,7 @@ def config(*, dark: bool = False) -> dict[str, Any]:
         "text": {"color": ink, "fontSize": 11},
         "rule": {"color": LIMIT},
         "line": {"strokeWidth": 2},
+        "style": {"whisker": {"stroke": ink, "fill": ink, "strokeWidth": 1.5}},
         "range": {"category": list(PALETTE)},
     }
 
@@ -53,20 +58,19 @@ def _servecast() -> alt.theme.ThemeConfig:
     return alt.theme.ThemeConfig(config=config())  # type: ignore[typeddict-item]
 
 
-def colours(labels: Sequence[str], **legend: Any) -> alt.Color:
+def colours(labels: Sequence[str]) -> alt.Color:
     """Colour by the column `label`: a policy keeps its colour in every chart, other names take what is left."""
     taken = {COLOURS[label] for label in labels if label in COLOURS}
     free = iter([colour for colour in PALETTE if colour not in taken] * len(labels))
     shades = [COLOURS[label] if label in COLOURS else next(free) for label in labels]
-    shown = alt.Legend(title=None, **legend) if len(labels) > 1 else None
+    shown = alt.Legend(title=None) if len(labels) > 1 else None
     return alt.Color("label:N", scale=alt.Scale(domain=list(labels), range=shades), legend=shown)
 
 
 def parts(column: str, shades: Mapping[str, str]) -> alt.Color:
     """Colour by a column with known values."""
-    return alt.Color(
-        f"{column}:N", scale=alt.Scale(domain=list(shades), range=list(shades.values())), legend=alt.Legend(title=None)
-    )
+    legend = alt.Legend(title=None, columns=3) if len(shades) > 4 else alt.Legend(title=None)
+    return alt.Color(f"{column}:N", scale=alt.Scale(domain=list(shades), range=list(shades.values())), legend=legend)
 
 
 # Vega expressions; `datum.value` is the tick.
@@ -77,15 +81,55 @@ SECONDS = (
 SHARE = "datum.value == 1 ? 'all' : format(datum.value, '~%')"
 
 
-def logarithmic(low: float, high: float) -> tuple[alt.Scale, list[float]]:
-    """A log scale around [low, high] > 0, and its ticks: 1, 2, 5 in every decade, or the decades where there are many."""
-    from math import ceil, floor, log10
+@dataclass(frozen=True)
+class Log:
+    """A log axis around [low, high] > 0; ticks at 1, 2, 5 of every decade, or at decades where there are many."""
 
-    low, high = low / 1.1, high * 1.1
-    decades = range(floor(log10(low)), ceil(log10(high)) + 1)
-    fine = log10(high / low) < 3.5
-    ticks = [round(m * 10.0**k, 12) for k in decades for m in ((1, 2, 5) if fine else (1,))]
-    return alt.Scale(type="log", domain=[low, high], nice=False), [tick for tick in ticks if low <= tick <= high]
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, *values: float) -> Log:
+        """Around these."""
+        return cls(min(values) / 1.1, max(values) * 1.1)
+
+    @property
+    def scale(self) -> alt.Scale:
+        return alt.Scale(type="log", domain=[self.low, self.high], nice=False)
+
+    def ticks(self, steps: Sequence[int] | None = None) -> list[float]:
+        """The ticks, at multiples `steps` of powers of ten."""
+        decades = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
+        chosen = steps or ((1, 2, 5) if log10(self.high / self.low) < 3.5 else (1,))
+        ticks = [round(step * 10.0**decade, 12) for decade in decades for step in chosen]
+        return [tick for tick in ticks if self.low <= tick <= self.high]
+
+    def seconds(self, channel: Any) -> Any:
+        """A channel on this axis, its ticks as durations."""
+        return channel.scale(self.scale).axis(values=self.ticks(), labelExpr=SECONDS)
+
+
+def tip(column: str, title: str, form: str | None = None) -> alt.Tooltip:
+    """A line of a tooltip: text, or a number in a d3 format."""
+    return (
+        alt.Tooltip(f"{column}:N", title=title)
+        if form is None
+        else alt.Tooltip(f"{column}:Q", title=title, format=form)
+    )
+
+
+def window(low: float, high: float) -> alt.Scale:
+    """A linear scale from one value to another."""
+    return alt.Scale(domain=[low, high], nice=False)
+
+
+def level(limit: float, shown: str) -> list[Any]:
+    """A dashed line across at a limit, and its name."""
+    base = alt.Chart(pl.DataFrame({"limit": [limit], "shown": [shown]}))
+    return [
+        base.mark_rule(strokeDash=[5, 4], strokeWidth=1.5).encode(alt.Y("limit:Q")),
+        base.mark_text(align="left", dy=-8, dx=4).encode(x=alt.value(0), y=alt.Y("limit:Q"), text="shown:N"),
+    ]
 
 
 def finish(

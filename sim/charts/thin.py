@@ -80,13 +80,13 @@ def in_time(frame: pl.DataFrame, columns: Sequence[str], *, end: float, bins: in
             column.min().alias(f"{name}_min"),
             column.max().alias(f"{name}_max"),
         ]
-    bin = (pl.col("start_s") / width).floor().clip(0, bins - 1).alias("bin")
-    return frame.group_by(bin).agg(told).sort("bin").with_columns(time_s=(pl.col("bin") + 0.5) * width).drop("bin")
+    place = (pl.col("start_s") / width).floor().clip(0, bins - 1).alias("bin")
+    return frame.group_by(place).agg(told).sort("bin").with_columns(time_s=(pl.col("bin") + 0.5) * width).drop("bin")
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """The longest time for which a replica had requests in the middle of their answers and emitted no token for them."""
+    """The longest time for which a replica had requests in mid-answer and emitted no token for them."""
 
     replica: int
     start: float
@@ -131,4 +131,5 @@ def sampled(frame: pl.DataFrame, most: int) -> pl.DataFrame:
     """At most so many rows, evenly spaced, the first and the last among them."""
     if len(frame) <= most:
         return frame
-    return frame[np.unique(np.linspace(0, len(frame) - 1, most).astype(np.int64)).tolist()]
+    rows = np.unique(np.linspace(0, len(frame) - 1, most).astype(np.int64))
+    return frame.select(pl.all().gather(rows))
