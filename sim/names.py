@@ -5,6 +5,11 @@ from __future__ import annotations
 FIGURES = {
     "rate": "requests/s",
     "capacity_rate": "capacity within the SLO (requests/s)",
+    "capacity_low": "capacity, least of the seeds (requests/s)",
+    "capacity_high": "capacity, most of the seeds (requests/s)",
+    "cost_per_million_output_tokens": "cost per million output tokens",
+    "limited_by": "limited by",
+    "slo_met": "SLO met",
     "request_throughput": "requests completed per second",
     "output_throughput": "output tokens per second",
     "goodput": "requests per second that meet every limit",
@@ -40,6 +45,8 @@ def titled(name: str) -> str:
     """The name of a figure with its unit; a scenario's key as it is, where its unit is not known."""
     if name in FIGURES:
         return FIGURES[name]
+    if name.startswith("slo."):
+        return f"limit on {titled(name.removeprefix('slo.'))}"
     for metric, told in METRICS.items():
         rest = name.removeprefix(f"{metric}_").removeprefix("s_")
         if name.startswith(f"{metric}_") and rest in STATISTICS:

@@ -12,7 +12,7 @@ import polars as pl
 from sim import charts, tables
 from sim.charts import theme
 from sim.errors import BadInput
-from sim.names import short
+from sim.names import is_seconds, short
 from sim.report import times_from
 from sim.results import Kept, Run
 from sim.scenario import Scenario
@@ -21,6 +21,7 @@ from sim.tables import Table, Verdict
 
 MOST_POINTS = 200  # rows of a sweep's table
 MOST_LABELS = 8  # lines of one chart
+WIDE = ("tokens", "timeline")  # charts that take all of a row
 Chart = Callable[[], Any]
 
 
@@ -86,8 +87,7 @@ def _drawn(part: Part, number: int) -> tuple[list[Figure], list[str]]:
             continue
         title = spec.pop("title")
         spec.pop("config")
-        wide = bool(spec.pop("usermeta", {}).get("wide"))
-        figures.append(Figure(f"chart-{number}-{name}", name, title["text"], title["subtitle"], spec, wide))
+        figures.append(Figure(f"chart-{number}-{name}", name, title["text"], title["subtitle"], spec, name in WIDE))
     return _filled(figures), left_out
 
 
@@ -214,7 +214,7 @@ def _sweep(frame: pl.DataFrame, study: str | None) -> Part:
     ]
     shown = [column for column in shown if column in columns]
     rows = [
-        [str(row["point"]), *(str(row[axis]) for axis in axes), row["status"]]
+        [str(row["point"]), *(_value(axis, row[axis]) for axis in axes), row["status"]]
         + [tables.figure(column, row[column]) for column in shown]
         + [row.get("reason") or ""]
         for row in frame.head(MOST_POINTS).iter_rows(named=True)
@@ -227,12 +227,17 @@ def _sweep(frame: pl.DataFrame, study: str | None) -> Part:
     return Part("sweep", name, _of_sweep(frame, done, axes, searched), _trends(done, varied, searched), [table], notes)
 
 
+def _value(axis: str, value: Any) -> str:
+    """What a scenario's key was set to, as it was written, but for durations."""
+    return tables.figure(axis, value) if value is None or is_seconds(axis) else str(value)
+
+
 def _of_sweep(frame: pl.DataFrame, done: pl.DataFrame, axes: Sequence[str], searched: bool) -> Verdict:
     """The best point of a sweep."""
     failed = f"; {len(frame) - len(done):,} of {len(frame):,} failed" if len(done) < len(frame) else ""
 
     def at(row: Mapping[str, Any]) -> str:
-        return ", ".join(f"{short(axis)} {row[axis]}" for axis in axes if row[axis] is not None)
+        return ", ".join(f"{short(axis)} {_value(axis, row[axis])}" for axis in axes if row[axis] is not None)
 
     if searched and len(best := done.drop_nulls("capacity_rate").top_k(1, by="capacity_rate")):
         row = best.row(0, named=True)
@@ -257,10 +262,10 @@ def _trends(done: pl.DataFrame, varied: Sequence[str], searched: bool) -> dict[s
     others = [axis for axis in varied if axis != across]
     data, by = done, None
     if others:
-        parts = [pl.col(axis).cast(pl.String).fill_null("–") for axis in others]
-        data = done.with_columns(pl.concat_str(parts, separator=", ").alias("label of the others")).sort(across)
-        by = "label of the others" if data["label of the others"].n_unique() <= MOST_LABELS else None
-    data = data.with_columns(pl.col(across).cast(pl.String).alias("point of across"))
+        values = [pl.col(axis).cast(pl.String).fill_null("–") for axis in others]
+        name = others[0] if len(others) == 1 else ", ".join(map(short, others))
+        data = done.sort(across).with_columns(pl.concat_str(values, separator=", ").alias(name))
+        by = name if data[name].n_unique() <= MOST_LABELS else None
 
     def trend(y: str) -> Chart:
         limit = f"slo_{y.replace('_s_', '_')}_limit"

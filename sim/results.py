@@ -124,12 +124,22 @@ class _Metric(TypedDict):
     error_anchored: float | None
 
 
+class _Alignment(TypedDict):
+    iterations_measured: int
+
+
+class _Attribution(TypedDict):
+    latency_model: float
+    schedule: float
+    host_share: float
+
+
 class _Validation(TypedDict):
     name: str
     policy: str
     metrics: list[_Metric]
-    alignment: dict[str, Any]
-    attribution: dict[str, float]
+    alignment: _Alignment
+    attribution: _Attribution
 
 
 SUMMARY: TypeAdapter[Any] = TypeAdapter(Summary)

@@ -49,7 +49,7 @@ def figure(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, int | float):
-        return str(value)
+        return short(str(value)) if key == "limited_by" else str(value)
     if key in ("attainment", "mfu", "mbu", "bubble_fraction"):
         return percent(value)
     return seconds(value) if is_seconds(key) else number(value)
@@ -294,12 +294,24 @@ def validation(result: Mapping[str, Any]) -> list[Table]:
         for row in result["metrics"]
     ]
     note = "Errors are relative to the measured run; noise: the measured run, run again."
-    told = [[key.replace("_", " "), _told(key, value)] for key, value in result["alignment"].items()]
-    parts = [[key.replace("_", " "), _signed(value)] for key, value in result["attribution"].items()]
-    return [
-        Table("Measured and simulated", head, rows, note),
-        Table("Where they part", ["", ""], [*told, *parts], "Parts are relative to the measured iteration time."),
+    told, parts = result["alignment"], result["attribution"]
+    rest = [["iterations of the measured run", number(told["iterations_measured"])]]
+    for which, name in (("again", "measured again"), ("simulated", "simulated"), ("anchored", "anchored")):
+        if f"{which}_equal_batches" in told:
+            first = told[f"{which}_first_difference"]
+            rest.append([f"{name}: batches equal to the measured, in order", percent(told[f"{which}_equal_batches"])])
+            rest.append([f"{name}: the first that differs", "none" if first is None else number(first)])
+    for which, name in (("predicted", "latency model"), ("anchored", "anchored profile")):
+        if f"{which}_median_error" in told:
+            rest.append([f"{name}, each measured batch: error, P50", percent(told[f"{which}_median_error"])])
+            rest.append([f"{name}, each measured batch: error, P90", percent(told[f"{which}_p90_error"])])
+            rest.append([f"{name}, all measured batches together", _signed(told[f"{which}_total"])])
+    rest += [
+        ["difference in iteration time by the latency model", _signed(parts["latency_model"])],
+        ["difference in iteration time by the schedule", _signed(parts["schedule"])],
+        ["the host's share of the measured time", percent(parts["host_share"])],
     ]
+    return [Table("Measured and simulated", head, rows, note), Table("Where they part", ["", ""], rest)]
 
 
 def html(title: str, tables: Sequence[Table], verdict: Verdict | None = None, notes: Sequence[str] = ()) -> str:
@@ -349,12 +361,6 @@ def _joined(names: Sequence[str]) -> str:
 
 def _signed(value: float | None) -> str:
     return "–" if value is None else f"{value:+.1%}"
-
-
-def _told(key: str, value: Any) -> str:
-    if isinstance(value, float):
-        return percent(value) if "total" not in key else _signed(value)
-    return "none" if value is None else number(value) if isinstance(value, int) else str(value)
 
 
 def _or_infinite(value: float | None) -> float:

@@ -92,9 +92,11 @@ def errors(metrics: Sequence[Mapping[str, Any]]) -> Any:
     noise = noise.transform_calculate(low="-abs(datum.error)", high="abs(datum.error)")
     floor = noise.mark_rule(strokeWidth=6, opacity=0.3, color=theme.ORANGE).encode(alt.X("low:Q"), alt.X2("high:Q"))
     points = base.mark_point(filled=True, size=80, opacity=1).encode(
-        alt.X("error:Q", title="difference from the measured run").scale(theme.window(-most, most)).axis(format="+.1%"),
+        alt.X("error:Q", title="difference from the measured run").scale(theme.window(-most, most)).axis(format="+~%"),
         theme.colours(labels),
-        shape=alt.Shape("label:N", legend=None).scale(domain=labels, range=["circle", "diamond", "cross"]),
+        shape=alt.Shape("label:N", legend=alt.Legend(title=None)).scale(
+            domain=labels, range=["circle", "diamond", "cross"]
+        ),
         tooltip=[
             *(tip("metric", "figure"), tip("label", "run")),
             *(tip("error", "difference", "+.2%"), tip("measured", "measured (s)", ".4f")),

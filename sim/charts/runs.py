@@ -83,7 +83,7 @@ def tokens(runs: Runs, window: tuple[float, float] | None = None) -> Any:
     several_replicas = any(run.requests["replica"].drop_nulls().n_unique() > 1 for run in several.values())
     where = f"replica {pause.replica}, " if several_replicas else ""
     every = f"{where}counted every {seconds((high - low) / (len(instants) - 1))}"
-    return theme.finish(chart, "Output tokens over time", said if window is None else "", every, wide=True)
+    return theme.finish(chart, "Output tokens over time", said if window is None else "", every)
 
 
 def _counted(label: str, run: Run, replica: int, instants: Any) -> pl.DataFrame:
@@ -193,7 +193,6 @@ def timeline(run: Run, start: float | None = None, iterations: int = 80) -> Any:
         said + ("; each at its time in stage 1" if piped else ""),
         f"{percent(idle)} of the time of the {'stages is idle here (bubbles)' if piped else 'replica is idle here'}",
         height=None,
-        wide=True,
     )
 
 

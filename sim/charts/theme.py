@@ -48,7 +48,7 @@ def config(*, dark: bool = False) -> dict[str, Any]:
         "text": {"color": ink, "fontSize": 11},
         "rule": {"color": LIMIT},
         "line": {"strokeWidth": 2},
-        "style": {"whisker": {"stroke": ink, "fill": ink, "strokeWidth": 1.5}},
+        "style": {"whisker": {"color": ink, "stroke": ink, "fill": ink, "strokeWidth": 1.5, "opacity": 1}},
         "range": {"category": list(PALETTE)},
     }
 
@@ -132,15 +132,12 @@ def level(limit: float, shown: str) -> list[Any]:
     ]
 
 
-def finish(
-    chart: Any, title: str, *said: str, height: int | None = HEIGHT, width: int = WIDTH, wide: bool = False
-) -> Any:
-    """Title, what it shows and of how many (`said`, a line each), size; `wide` asks a page for its whole width."""
+def finish(chart: Any, title: str, *said: str, height: int | None = HEIGHT, width: int = WIDTH) -> Any:
+    """Title, what it shows and of how many (`said`, a line each), and its size, where it is not one of panels."""
     lines = [line for line in said if line]
     size = {} if height is None else {"height": height, "width": width}
     return chart.properties(
         title=alt.TitleParams(text=title, subtitle=lines),
         description=". ".join([title, *lines]),
-        usermeta={"wide": wide},
         **size,
     )
