@@ -202,7 +202,7 @@ def front(
     labels = data["label"].unique(maintain_order=True).to_list()
     best = pl.concat(_undominated(data.filter(pl.col("label") == label), better) for label in labels)
     drawn = sampled(data, MOST_ROWS // 2)
-    colour = theme.colours(labels) if by else alt.value(theme.BLUE)
+    colour = theme.colours(labels)
     channels = _axis(alt.X("x:Q"), data["x"], x), _axis(alt.Y("y:Q"), data["y"], y), colour
     tips = [tip("label", short(by))] if by else []
     tips += [tip("point", short(point))] if point else []
@@ -231,7 +231,7 @@ def trend(frame: pl.DataFrame, x: str, y: str, *, by: str | None = None, limit: 
     data = _points(frame, x, y, by, None, numeric=frame[x].dtype.is_numeric())
     labels = data["label"].unique(maintain_order=True).to_list()
     drawn = sampled(data, MOST_ROWS)
-    colour = theme.colours(labels) if by else alt.value(theme.BLUE)
+    colour = theme.colours(labels)
     ordered = data["x"].dtype.is_numeric()
     names = data["x"].unique(maintain_order=True).to_list()
     across = _axis(alt.X("x:Q"), data["x"], x) if ordered else alt.X("x:N", title=titled(x), sort=names)
