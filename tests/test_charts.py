@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim import charts
@@ -162,6 +162,7 @@ def test_one_theme_and_colours_that_all_eyes_tell_apart(several: Comparison) -> 
     assert shades[0] == theme.BLUE and len(set(shades)) == 3
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0.001, 100), st.integers(1, 50)), min_size=1, max_size=200, unique_by=lambda p: p[0]),
     st.integers(2, 60),
@@ -372,6 +373,7 @@ def test_trials_that_were_stopped_have_no_value() -> None:
         charts.latency_at_rate(FOUND, "ttft_p50")
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=40),
     st.sampled_from([("higher", "lower"), ("lower", "lower"), ("higher", "higher"), ("lower", "higher")]),
