@@ -20,11 +20,11 @@ help:  ## this page
 demo: $(VENV)/.installed  ## set up, and compare the four policies on SCENARIO
 	$(BIN)/servecast compare $(SCENARIO)
 
-pictures: $(VENV)/.installed  ## docs/stall.png and docs/capacity.png, of SCENARIO (two minutes)
+pictures: $(VENV)/.installed  ## docs/stall.svg and docs/capacity.svg, of SCENARIO (two minutes)
 	$(BIN)/servecast compare $(SCENARIO) --out out/pictures/compare
-	$(BIN)/servecast chart out/pictures/compare tokens --out docs/stall.png
+	$(BIN)/servecast chart out/pictures/compare tokens --out docs/stall.svg
 	$(BIN)/servecast capacity $(SCENARIO) --out out/pictures/capacity
-	$(BIN)/servecast chart out/pictures/capacity capacity --out docs/capacity.png
+	$(BIN)/servecast chart out/pictures/capacity capacity --out docs/capacity.svg
 
 test: $(VENV)/.developer  ## set up, and pass all tests
 	$(BIN)/python -m pytest -n auto

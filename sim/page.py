@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import polars as pl
@@ -49,8 +50,6 @@ def parts(kept: Kept) -> list[Part]:
 
 def html(kept: Kept, made: Sequence[Part]) -> str:
     """The page. Everything that comes from files is escaped."""
-    import vl_convert
-
     drawn = [_drawn(part, number) for number, part in enumerate(made)]
     return tables.environment().get_template("report.html").render(
         title=made[0].name or kept.directory.name,
@@ -60,8 +59,16 @@ def html(kept: Kept, made: Sequence[Part]) -> str:
         light=_config(dark=False),
         dark=_config(dark=True),
         lighter=theme.LIGHTER,
-        library=vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace("</script", "<\\/script"),
+        library=_library(),
     )  # fmt: skip
+
+
+@cache
+def _library() -> str:
+    """Vega, Vega-Lite and Vega-Embed, from the installed package; `</script` in it would end the page's script."""
+    import vl_convert
+
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace("</script", "<\\/script")
 
 
 @dataclass(frozen=True)

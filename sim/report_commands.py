@@ -32,9 +32,9 @@ def report(directory: str, *, out: Path | None = None, json: Json = False) -> No
     """
     from sim import page, results
 
+    kept = results.find(directory)
     path = out or Path(directory) / "report.html"
     _check(path, (".html", ".htm"))
-    kept = results.find(directory)
     made = page.parts(kept)
     _write(path, page.html(kept, made).encode())
     verdicts = [{"kind": part.kind, "name": part.name, "verdict": part.verdict.text} for part in made]
@@ -110,8 +110,11 @@ def _by_name(parts: list[Part]) -> dict[str, Any]:
 def _check(path: Path, suffixes: tuple[str, ...]) -> None:
     if path.suffix.lower() not in suffixes:
         raise BadInput(f"{path} must end with {', '.join(suffixes)}", source="--out")
-    if path.is_dir():
-        raise BadInput(f"{path} is a directory", source="--out")
+    try:
+        if path.is_dir():
+            raise BadInput(f"{path} is a directory", source="--out")
+    except OSError as error:
+        raise BadInput((error.strerror or str(error)).lower(), source="--out") from None
 
 
 def _write(path: Path, content: bytes) -> None:
