@@ -12,13 +12,19 @@ GPU_MEASURE  ?= -m sim calibrate measure $(GPU_SCENARIO) --to out/gpu/measured.j
 GPU_VALIDATE ?= -m sim validate $(GPU_SCENARIO) --out out/gpu/validation --json
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types walls fast bench bench-million gpu clean
+.PHONY: help demo pictures test check format lint types walls fast bench bench-million gpu clean
 
 help:  ## this page
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(VENV)/.installed  ## set up, and compare the four policies on SCENARIO
 	$(BIN)/servecast compare $(SCENARIO)
+
+pictures: $(VENV)/.installed  ## docs/stall.svg and docs/capacity.svg, of SCENARIO (two minutes)
+	$(BIN)/servecast compare $(SCENARIO) --out out/pictures/compare
+	$(BIN)/servecast chart out/pictures/compare tokens --out docs/stall.svg
+	$(BIN)/servecast capacity $(SCENARIO) --out out/pictures/capacity
+	$(BIN)/servecast chart out/pictures/capacity capacity --out docs/capacity.svg
 
 test: $(VENV)/.developer  ## set up, and pass all tests
 	$(BIN)/python -m pytest -n auto

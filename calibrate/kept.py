@@ -31,23 +31,6 @@ def files(best: Validation, result: Mapping[str, Any]) -> dict[str, bytes]:
 
 def chart(steps: Any) -> Any:
     """Predicted against measured seconds of every iteration, and their quantiles against each other."""
-    import altair as alt
-    import polars as pl
+    from sim import charts
 
-    which = "anchored" if "anchored" in steps.columns else "predicted"
-    part = steps.select("seconds", pl.col(which).alias("predicted"), (pl.col("chunks") > 0).alias("prefill"))
-    drawn = part.sample(min(2000, len(part)), seed=0)
-    scale = alt.Scale(type="log")
-    x, y = alt.X("seconds", scale=scale, title="measured (s)"), alt.Y("predicted", scale=scale, title="predicted (s)")
-    line = alt.Chart().mark_line(color="grey", strokeDash=[4, 4]).encode(x=alt.X("seconds"), y=alt.Y("seconds"))
-    points = (
-        alt.Chart().mark_point(size=12, opacity=0.5).encode(x=x, y=y, color=alt.Color("prefill", title="with prefill"))
-    )
-    scatter = alt.layer(points, line, data=drawn).properties(title="every iteration", width=320, height=320)
-    shares = [share / 200 for share in range(1, 200)]
-    quantiles = pl.DataFrame(
-        {name: [part[name].quantile(share) for share in shares] for name in ("seconds", "predicted")}
-    )
-    pairs = alt.Chart().mark_point(size=12).encode(x=x, y=y)
-    ranked = alt.layer(pairs, line, data=quantiles).properties(title="quantile against quantile", width=320, height=320)
-    return alt.hconcat(scatter, ranked)
+    return (charts.steps(steps) | charts.quantiles(steps)).resolve_scale(color="independent")

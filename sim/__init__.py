@@ -1,14 +1,20 @@
 """servecast: forecasts of LLM serving.
 
->>> from sim import Scenario, simulate
+>>> from sim import Scenario, charts, simulate
 >>> report = simulate(Scenario.load("scenarios/chat-mistral-7b.toml"))
 >>> report.summary["tbt_s"]["p99"], report.requests, report.steps
+>>> charts.tbt(report)
 
-`capacity` finds the highest rate that meets a scenario's SLO, `cost` what a million tokens costs there, `explain` why
-tokens of a run came late, `sweep` runs every point of a study. What cannot be used raises `BadInput`.
+`compare` runs the same requests under several policies, `capacity` finds the highest rate that meets a scenario's SLO,
+`cost` what a million tokens costs there, `explain` why tokens of a run came late, `sweep` runs every point of a study.
+What cannot be used raises `BadInput`. Charts need Altair, which is imported with `sim.charts` and not before.
 """
 
-from sim.capacity import Capacity, capacity
+from importlib import import_module
+from types import ModuleType
+
+from sim.capacity import Capacities, Capacity, capacity
+from sim.compare import Comparison, compare
 from sim.cost import cost
 from sim.errors import BadInput
 from sim.explain import Explanation, explain
@@ -20,14 +26,24 @@ from sim.sweep import sweep
 
 __all__ = [
     "BadInput",
+    "Capacities",
     "Capacity",
+    "Comparison",
     "Explanation",
     "Report",
     "Scenario",
     "Study",
     "capacity",
+    "compare",
     "cost",
     "explain",
     "simulate",
     "sweep",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`sim.charts`, when it is asked for."""
+    if name == "charts":
+        return import_module("sim.charts")
+    raise AttributeError(f"module 'sim' has no attribute {name!r}")

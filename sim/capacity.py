@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sim.errors import BadInput
 from sim.hopeless import Hopeless
@@ -20,6 +20,9 @@ from sim.policies import COMPARED
 from sim.scenario import Scenario
 from sim.simulate import plan, simulate, workload
 from sim.workload import Workload, mean_rate
+
+if TYPE_CHECKING:
+    import polars as pl
 
 FARTHEST = 1e6  # how far from the first rate a search goes before it gives up
 RATED = ("poisson", "gamma", "constant", "trace")  # arrivals that have a rate
@@ -64,6 +67,26 @@ class Capacity:
         return asdict(self) | {"seeds": {str(seed): rate for seed, rate in self.seeds.items()}}
 
 
+class Capacities(list[Capacity]):
+    """The capacity of each policy; a table in a notebook."""
+
+    @property
+    def frame(self) -> pl.DataFrame:
+        """One row per policy."""
+        import polars as pl
+
+        columns = ("policy", "rate", "low", "high", "limited_by")
+        rows = [(one.policy, one.rate, *(one.interval or (None, None)), one.limited_by) for one in self]
+        return pl.DataFrame(rows, schema=columns, orient="row", infer_schema_length=None)
+
+    def _repr_html_(self) -> str:
+        from sim import tables
+
+        found = [one.to_dict() for one in self]
+        notes = [*dict.fromkeys(note for one in self for note in one.notes)]
+        return tables.html("Capacity", [tables.capacities(found)], tables.of_capacity(found), notes)
+
+
 def capacity(
     scenario: Scenario,
     policies: Sequence[str] = COMPARED,
@@ -72,7 +95,7 @@ def capacity(
     seeds: int = 5,
     workers: int = 1,
     progress: Callable[[int, int], None] | None = None,
-) -> list[Capacity]:
+) -> Capacities:
     """The capacity of each policy. `progress(done, of)` counts searches.
 
     BadInput where there is no [slo] or the arrivals have no rate.
@@ -95,7 +118,7 @@ def capacity(
         done += 1
         if progress:
             progress(done, total)
-    return [_gathered(scenario, firsts[policy], others[policy]) for policy in policies]
+    return Capacities(_gathered(scenario, firsts[policy], others[policy]) for policy in policies)
 
 
 def check(scenario: Scenario) -> None:

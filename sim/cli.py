@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,16 +11,15 @@ from cyclopts import App, Parameter
 
 from sim import bench, output
 from sim.capacity import capacity as search_capacity
+from sim.compare import compare as compare_policies
 from sim.cost import cost as find_cost
 from sim.errors import BadInput, unknown
 from sim.listing import LISTS, explain
 from sim.options import Count, Options, Seeds, answer, keep, progress, say, virtual, watch
-from sim.parallel import cores, each, installed
+from sim.parallel import cores, installed
 from sim.planner import budget as find_budget
 from sim.policies import COMPARED, POLICIES
-from sim.report import Report
-from sim.scenario import Scenario
-from sim.simulate import Engine, simulate
+from sim.simulate import simulate
 
 MOST_TOKENS = 2**31
 WORTH_PROCESSES = 5_000  # requests in all; below, starting processes takes longer than it saves
@@ -75,15 +73,18 @@ def compare(scenario: str, *, policies: str | None = None, options: Options = Op
     one = options.scenario(scenario)
     chosen = _policies(policies, options.policy)
     engine, wall = options.engine(), options.clock == "wall"
-    tasks = [_Task(one.for_policy(policy), wall, options.out is not None, engine) for policy in chosen]
     apart = engine is None and one.workload.requests * len(chosen) >= WORTH_PROCESSES
-    workers = cores() if apart else 1
-    reports: dict[int, Report] = {}
     with progress("policies") as advance:
-        for position, report in each(_run_task, tasks, workers=workers):
-            reports[position] = report
-            advance(len(reports), len(tasks))
-    ordered = [reports[position] for position in range(len(tasks))]
+        ordered = compare_policies(
+            one,
+            chosen,
+            keep_steps=options.out is not None,
+            keep_tokens=options.out is not None,
+            wall_clock=wall,
+            engine=engine,
+            workers=cores() if apart else 1,
+            progress=advance,
+        )
     summaries = [report.summary for report in ordered]
     if options.out:
         files = {
@@ -226,19 +227,6 @@ def list_(what: str, *, json: Annotated[bool, Parameter(negative="", show_defaul
         show.to_console(show.rows(rows) if rows else f"no {what} are shipped with this version")
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    scenario: Scenario
-    wall_clock: bool
-    keep: bool
-    engine: Engine | None
-
-
-def _run_task(task: _Task) -> Report:
-    keep, wall = task.keep, task.wall_clock
-    return simulate(task.scenario, keep_steps=keep, keep_tokens=keep, wall_clock=wall, engine=task.engine)
-
-
 def _policies(given: str | None, policy: str | None) -> Sequence[str]:
     """`--policies A,B`, or the one of `--policy`, or the four."""
     chosen = [name.strip() for name in given.split(",")] if given is not None else [policy] if policy else COMPARED
@@ -279,3 +267,5 @@ app.command("sim.timeline:trace", name="trace", help="Make a timeline of a kept 
 app.command("calibrate.commands:validate", name="validate", help="Simulate and measure a scenario, side by side.")
 app.command("calibrate.paper.commands:reproduce", name="reproduce", help="The paper's figures beside the simulation.")
 app.command("sim.sweep_command:sweep", name="sweep", help="Run many variations of a scenario: a row for each.")
+app.command("sim.report_commands:report", name="report", help="Make a self-contained HTML page of kept results.")
+app.command("sim.report_commands:chart", name="chart", help="Save one chart of kept results as a picture.")

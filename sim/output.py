@@ -34,6 +34,7 @@ def of_run(report: Report) -> dict[str, bytes]:
     files = {
         "requests.parquet": _parquet(report.requests),
         "steps.parquet": _parquet(report.steps),
+        "gaps.parquet": _parquet(report.gaps),
         "summary.json": as_json(report.summary).encode(),
         "scenario.toml": report.plan.scenario.to_toml().encode(),
     }

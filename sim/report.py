@@ -41,6 +41,14 @@ class Report:
         name, policy = self.plan.scenario.name, self.plan.scenario.scheduler.policy
         return f"Report({name!r}, {policy}, {done} of {self.record.offered} completed, TBT P99 {tbt} s)"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from sim import tables
+
+        told = [tables.distributions(self.summary), *([tables.limits(self.summary)] if self.summary["slo"] else [])]
+        notes = [*self.notes, self.summary["times_from"]]
+        return tables.html(self.plan.scenario.name, told, tables.of_run(self.summary), notes)
+
     @cached_property
     def requests(self) -> pl.DataFrame:
         """One row per offered request; times that were not reached are null."""
@@ -87,6 +95,20 @@ class Report:
         times = {name: np.frombuffer(getattr(self.record, name)) for name in ("stage_starts", "stage_ends")}
         return frame.with_columns(pl.Series(f"{name}_s", of.reshape(-1, stages)) for name, of in times.items())
 
+    @cached_property
+    def gaps(self) -> pl.DataFrame:
+        """The TBT pool: every gap between two tokens of a measured request, ascending, and how many there are of it."""
+        import polars as pl
+
+        gaps, counts = self._gaps
+        frame = pl.DataFrame({"gap_s": gaps, "count": pl.Series(counts, dtype=pl.Int64)})
+        return frame.filter(pl.col("count") > 0).group_by("gap_s").agg(pl.sum("count")).sort("gap_s")
+
+    @property
+    def stages(self) -> pl.DataFrame:
+        """One row per iteration and pipeline stage; empty with one stage, where the iteration's own times say it."""
+        return stages_of(self.steps)
+
     def columns(self, name: str) -> npt.NDArray[Any]:
         """One column of the iterations, without a frame."""
         rows = np.frombuffer(self.record.steps or b"", dtype=list(STEP_COLUMNS.items()))
@@ -124,6 +146,7 @@ class Report:
             "output_throughput": self._per_second(outputs),
             "kv_blocks": self.plan.deployment.limits.num_blocks,
             "kv_peak": record.kv_peak,
+            "busy_s": record.busy,
             "bubble_fraction": self._bubble(),
             "mfu": self._share_of_peak("flops"),
             "mbu": self._share_of_peak("bytes"),
@@ -285,3 +308,19 @@ def times_from(scenario: Scenario, *, measured: bool = False) -> str:
             "not calibrated, expect tens of per cent of error"
         )
     return f"times: profile {latency.name} (fitted), {load(latency.name, scenario.directory).trust}"
+
+
+def stages_of(steps: pl.DataFrame) -> pl.DataFrame:
+    """One row per iteration and pipeline stage of a step table: step, replica, stage, start_s, end_s."""
+    import polars as pl
+
+    if "stage_starts_s" not in steps.columns:
+        return pl.DataFrame(schema=dict.fromkeys(("step", "replica", "stage", "start_s", "end_s"), pl.Float64))
+    rows = steps.with_row_index("step").select(
+        pl.col("step").cast(pl.Int64),
+        "replica",
+        pl.int_ranges(pl.col("stage_starts_s").arr.to_list().list.len()).alias("stage"),
+        pl.col("stage_starts_s").arr.to_list().alias("start_s"),
+        pl.col("stage_ends_s").arr.to_list().alias("end_s"),
+    )
+    return rows.explode("stage", "start_s", "end_s")

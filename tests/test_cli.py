@@ -74,7 +74,7 @@ STEPS = [
     *("replica", "start_s", "end_s", "prefill_tokens", "decodes", "context_tokens", "chunks"),
     *("kv_blocks_used", "waiting", "preempted"),
 ]
-FILES = {"requests.parquet", "steps.parquet", "summary.json", "scenario.toml", "vllm_bench.json"}
+FILES = {"requests.parquet", "steps.parquet", "gaps.parquet", "summary.json", "scenario.toml", "vllm_bench.json"}
 
 Call = Callable[..., tuple[str, str]]
 

@@ -27,7 +27,7 @@ from sim.scenario import Scenario
 from sim.simulate import plan, simulate
 
 METRICS = [f"{name.removesuffix('_s')}_{percentile}" for name, percentile in COMPARED]
-REPORT_FILES = {"requests.parquet", "steps.parquet", "summary.json", "scenario.toml", "vllm_bench.json"}
+REPORT_FILES = {"requests.parquet", "steps.parquet", "gaps.parquet", "summary.json", "scenario.toml", "vllm_bench.json"}
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def paper(*deployments: str, to: Path, rounds: int = 6) -> None:
     to.mkdir(parents=True, exist_ok=True)
     for name in deployments or DEPLOYMENTS:
         say(name)
-        profile = fit(name, workers=1, rounds=rounds, said=say)
+        profile = fit(name, workers=cores(), rounds=rounds, said=say)
         file = to / f"{profile.name.rpartition('/')[2]}.toml"
         fitting.save(profile, file)
         say(f"{name}: {profile.trust}; in {file}")
