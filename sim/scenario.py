@@ -135,6 +135,7 @@ class Scenario(Table):
         for engine in (data["engine"], *data.get("policy", {}).values()):
             if derived and self.engine.max_batch_tokens is None and "max_model_tokens" in engine:
                 engine.setdefault("max_batch_tokens", engine["max_model_tokens"])
+        data["engine"] = {key: data["engine"][key] for key in schema.EngineTable.model_fields if key in data["engine"]}
         for table in (data["workload"]["arrivals"], data["workload"]["lengths"], data.get("model", {}), data["torch"]):
             for key in PATHS:
                 if key in table:
