@@ -6,8 +6,9 @@
 >>> charts.tbt(report)
 
 `compare` runs the same requests under several policies, `capacity` finds the highest rate that meets a scenario's SLO,
-`cost` what a million tokens costs there, `explain` why tokens of a run came late, `sweep` runs every point of a study.
-What cannot be used raises `BadInput`. Charts need Altair, which is imported with `sim.charts` and not before.
+`budget` the token budget that its TBT limit allows, `cost` what a million tokens costs, `explain` why tokens of a run
+came late, `sweep` runs every point of a study. What cannot be used raises `BadInput`. Charts need Altair, which is
+imported with `sim.charts` and not before.
 """
 
 from importlib import import_module
@@ -18,6 +19,7 @@ from sim.compare import Comparison, compare
 from sim.cost import cost
 from sim.errors import BadInput
 from sim.explain import Explanation, explain
+from sim.planner import budget
 from sim.report import Report
 from sim.scenario import Scenario
 from sim.simulate import simulate
@@ -33,6 +35,7 @@ __all__ = [
     "Report",
     "Scenario",
     "Study",
+    "budget",
     "capacity",
     "compare",
     "cost",

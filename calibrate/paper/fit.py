@@ -25,7 +25,7 @@ from sim.simulate import workload
 
 Floats = npt.NDArray[np.float64]
 CAPACITY = 0.05  # standard deviations of logarithms: how far the model is trusted to come
-BASE = (0.06, 0.3)  # of one stage, of pipelines: Falcon-180B's in Table 3 is twice that of Fig. 13a
+BASE = (0.035, 0.3)  # of one stage, of pipelines: Falcon-180B's in Table 3 is twice that of Fig. 13a
 DECODE = 0.08
 RATIO = 0.08  # three sources of the paper give three values for it (Fig. 14)
 OUTLIER = 2.0  # standard deviations
