@@ -44,10 +44,17 @@ def test_the_settings_are_those_of_the_scenario_files(name: str, dataset: str, s
         assert ours["workload"]["arrivals"].pop("clip") == QUIRKS["workload__arrivals__clip"]
         assert ours["slo"].pop("first_token_gap") is True
         assert ours["engine"].pop("time_limit") == 1800
+        assert ours["engine"].pop("schedule_ahead") is True
+        assert theirs["engine"].pop("schedule_ahead") is False
+        assert ours["workload"]["arrivals"].pop("python_seed") == 42
+        ours.pop("latency"), theirs.pop("latency")
         for one in (ours, theirs):
             one["workload"]["arrivals"].pop("rate")
             one.pop("cost")
             one.pop("policy", None)
+        if policy != "orca":  # per stage, which the files do not assume
+            assert ours["engine"].pop("max_sequences") == 128 * DEPLOYMENTS[name].pipeline_parallel
+            assert theirs["engine"].pop("max_sequences") == 128
         assert ours == theirs
 
 
