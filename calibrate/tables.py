@@ -11,7 +11,7 @@ import importlib.util
 import re
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from sim.errors import BadInput, unknown
 
@@ -24,6 +24,8 @@ FAMILIES = {
     "context_attention_perf": "attention",
     "generation_attention_perf": "attention",
     "moe_perf": "moe",
+    "computescale_perf": "quantize",
+    "scale_matrix_perf": "quantize",
     "custom_allreduce_perf": "comm",
     "nccl_perf": "comm",
 }
@@ -51,9 +53,8 @@ class Tables:
         version: str | None = None,
         *,
         root: Path | None = None,
-        between: Literal["corners", "nearest"] = "corners",
     ) -> None:
-        self.root, self.between = root or installed(), between
+        self.root = root or installed()
         self.system, self.framework = system, framework
         # What has no GEMMs cannot be composed: systems of device figures alone, versions of a few tables.
         places = [path.parts[-5:-1] for path in self.root.glob("data/*/gemm/*/*/gemm_perf.parquet")]

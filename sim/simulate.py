@@ -150,6 +150,7 @@ def _limits(scenario: Scenario) -> Limits:
         max_model_tokens=engine.max_model_tokens,
         max_batch_tokens=engine.max_batch_tokens or engine.max_model_tokens,
         token_budget=budget,
+        overlap=scenario.scheduler.overlap,
     )
 
 
