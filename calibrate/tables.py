@@ -61,7 +61,7 @@ class Tables:
         self._one_of("system", system, sorted({place[0] for place in places}))
         self._one_of("framework", framework, sorted({place[2] for place in places if place[0] == system}))
         there = [place[3] for place in places if (place[0], place[2]) == (system, framework)]
-        self.versions = sorted(there, key=_order)
+        self.versions = sorted(there, key=order)
         if version is not None:
             self._one_of("version", version, self.versions)
         self.version = version or self.versions[-1]
@@ -121,9 +121,9 @@ class Tables:
         if not by_version:
             return None
         if name == "nccl_perf":
-            return by_version[max(by_version, key=_order)]
-        not_newer = [version for version in by_version if _order(version) <= _order(self.version)]
-        return by_version[max(not_newer, key=_order) if not_newer else min(by_version, key=_order)]
+            return by_version[max(by_version, key=order)]
+        not_newer = [version for version in by_version if order(version) <= order(self.version)]
+        return by_version[max(not_newer, key=order) if not_newer else min(by_version, key=order)]
 
     def frame(self, name: str) -> pl.DataFrame:
         """A table with its times in seconds, each key once. BadInput where this system or framework has none."""
@@ -182,7 +182,7 @@ class Tables:
         raise BadInput(f"{wanted[0]!r}: {name} of {self.system} has {', '.join(there)}", source=option)
 
 
-def _order(version: str) -> tuple[int, ...]:
+def order(version: str) -> tuple[int, ...]:
     """A version as something to sort by: 1.3.0rc20 before 1.3.0, 0.5.6 before 0.5.6.post2."""
     words = {"dev": -4, "a": -3, "b": -2, "rc": -1, "post": 1}
     parts = re.findall(r"\d+|[a-z]+", version.lower())
