@@ -27,7 +27,7 @@ UNITS = {
 
 def profile(one: Profile) -> RenderableType:
     """Where a profile comes from, what it says, and how far it holds."""
-    table = _table("term", ">seconds", ">90 % of resamples", "")
+    table = table_of("term", ">seconds", ">90 % of resamples", "")
     for term in TERMS:
         low, high = one.intervals.get(term, (None, None))
         between = "–" if low is None or high is None else f"{low:.3g} to {high:.3g}"
@@ -57,7 +57,7 @@ def profile(one: Profile) -> RenderableType:
 def validation(attempts: Sequence[Validation], best: Validation) -> RenderableType:
     """Simulated beside measured, with the noise floor."""
     anchored = best.anchored is not None
-    table = _table(
+    table = table_of(
         "", ">measured", ">again", ">noise", ">simulated", ">error", *([">anchored", ">error"] if anchored else [])
     )
     for one in best.metrics():
@@ -113,7 +113,7 @@ def _attempts(attempts: Sequence[Validation], best: Validation) -> list[str]:
     return lines
 
 
-def _table(*headings: str) -> Table:
+def table_of(*headings: str) -> Table:
     """Columns by heading; one that starts with > is right-justified."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:

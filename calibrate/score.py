@@ -7,7 +7,7 @@ not in the file; CAMPAIGNS has what the published scripts of both sources say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
@@ -18,7 +18,7 @@ import tomli_w
 
 from calibrate import current
 from calibrate.current import Deployed
-from calibrate.silicon import DEVICES
+from calibrate.silicon import DEVICES, Host
 from calibrate.tables import Tables, installed, order
 from sim.errors import BadInput
 from sim.parallel import each
@@ -53,14 +53,15 @@ INFERENCEMAX = Campaign(
     "InferenceMAX",
     0.8,
     "benchmark_serving.py --random-range-ratio 0.8 --num-prompts 10 x concurrency --request-rate inf; vllm serve with "
-    "async scheduling, FP8 KV, --max-num-batched-tokens 8192; trtllm-serve with FP8 KV, --max_num_tokens 16384 on B200, "
-    "the longest request elsewhere; FP8 weights are NVIDIA's checkpoints, with static scales",
+    "async scheduling, FP8 KV, --max-num-batched-tokens 8192; trtllm-serve with FP8 KV, --max_num_tokens 16384 on "
+    "B200, the longest request elsewhere; FP8 weights are NVIDIA's checkpoints, with static scales",
 )
 AICONFIGURATOR = Campaign(
     "aiconfigurator",
     1.0,
-    "genai-perf, fixed lengths, 10 x concurrency requests; engines as its generator starts them: batches of concurrency "
-    "+ prompt + 1500 tokens; sglang with mixed chunks (rows of 0.5.1: without), trtllm and sglang overlap scheduling",
+    "genai-perf, fixed lengths, 10 x concurrency requests; engines as its generator starts them: batches of at most "
+    "concurrency + prompt + 1500 tokens, sglang with mixed chunks; assumed: rows of sglang 0.5.1 without; trtllm and "
+    "sglang schedule ahead, vllm 0.12 does not",
 )
 CAMPAIGNS = (INFERENCEMAX, AICONFIGURATOR)
 
@@ -158,9 +159,7 @@ def case(row: dict[str, Any]) -> Case | str:
         precision = "fp8-static"
     return Case(
         id=row["id"],
-        deployed=Deployed(
-            framework, system, model, precision, row["tp_size"], "fp8" if inferencemax else "bfloat16"
-        ),
+        deployed=Deployed(framework, system, model, precision, row["tp_size"], "fp8" if inferencemax else "bfloat16"),
         campaign=INFERENCEMAX if inferencemax else AICONFIGURATOR,
         version=row["backend_version"],
         prompt=row["isl"],
@@ -188,25 +187,30 @@ def _unsupported(row: dict[str, Any]) -> str | None:
 Progress = Callable[[int, int], None]
 
 
-def score(cases: Sequence[Case], *, workers: int = 1, progress: Progress = lambda _done, _all: None) -> list[dict[str, Any]]:
+def score(
+    cases: Sequence[Case],
+    *,
+    hosts: Mapping[str, Host] = current.HOST,
+    workers: int = 1,
+    progress: Progress = lambda _done, _all: None,
+) -> list[dict[str, Any]]:
     """A row of measured and forecast values for each case, in the order of the cases."""
     key = lambda one: repr(one.deployed)  # noqa: E731
-    groups = [tuple(group) for _, group in groupby(sorted(cases, key=key), key=key)]
+    groups = [list(group) for _, group in groupby(sorted(cases, key=key), key=key)]
     groups.sort(key=lambda group: -sum(one.concurrency * one.output for one in group))
     found: dict[str, dict[str, Any]] = {}
-    for _, rows in each(_of_deployment, groups, workers=workers):
+    for _, rows in each(partial(_of_deployment, hosts), groups, workers=workers):
         found |= {row["id"]: row for row in rows}
         progress(len(found), len(cases))
     return [found[one.id] for one in cases]
 
 
-def _of_deployment(cases: Iterable[Case]) -> list[dict[str, Any]]:
+def _of_deployment(hosts: Mapping[str, Host], cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Cases of one deployment share its profile. A deployment that cannot be composed or does not fit says why."""
-    cases = list(cases)
     one = cases[0].deployed
     try:
         tables = Tables(one.system, one.framework, nearest(one, cases[0].version))
-        profile = current.profile(one, tables, current.HOST[one.framework], resamples=0)
+        profile = current.profile(one, tables, hosts[one.framework], resamples=0)
     except BadInput as error:
         return [_row(case, None, None, error.what) for case in cases]
     rows = []

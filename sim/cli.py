@@ -205,6 +205,8 @@ _calibrate = App(name="calibrate", help="Measure an executor, fit a latency prof
 _calibrate.command("calibrate.commands:measure", name="measure", help="Measure the engine on a grid of batches.")
 _calibrate.command("calibrate.commands:fit", name="fit", help="Fit a latency profile to measured iterations.")
 _calibrate.command("calibrate.commands:show", name="show", help="Show a profile: its source, errors and range.")
+_calibrate.command("calibrate.score_commands:score", name="score", help="Forecast public serving measurements.")
+_calibrate.command("calibrate.score_commands:profiles", name="profiles", help="Make the profiles that are shipped.")
 _import = App(name="import", help="Import public measurements: kernel tables, Vidur's profiles, anyone's iterations.")
 for _kind, _code, _help in (
     ("aiconfigurator", "aiconfigurator", "Compose iterations from the kernel tables of aiconfigurator-core."),
@@ -212,6 +214,9 @@ for _kind, _code, _help in (
     ("table", "table", "Check anyone's table of measured iterations and convert it."),
 ):
     _import.command(f"calibrate.import_commands:{_code}", name=_kind, help=_help)
+_import.command(
+    "calibrate.bench_commands:bench", name="bench", help="Refit a profile to results of `vllm bench serve`."
+)
 _calibrate.command(_import)
 app.command(_calibrate)
 app.command("calibrate.commands:validate", name="validate", help="Simulate and measure a scenario, side by side.")

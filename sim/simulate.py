@@ -170,17 +170,24 @@ def _executor(
         assert model is not None  # Scenario.check
         assert device is not None
         return partial(Roofline, latency, model, device, parallel.tensor_parallel, parallel.pipeline_parallel)
-    return partial(ProfileLatency, _profile(scenario, latency.name, model))
+    return partial(ProfileLatency, _profile(scenario, latency.name, model, device))
 
 
-def _profile(scenario: Scenario, name: str, model: hardware.Model | None) -> Profile:
-    """The profile, if it is of the model and the parallelism that the scenario has."""
+def _profile(scenario: Scenario, name: str, model: hardware.Model | None, device: hardware.Device | None) -> Profile:
+    """The profile, if it is of the model, the weights, the device and the parallelism that the scenario has."""
     profile, parallel = load(name, scenario.directory), scenario.deployment
     if parallel.pipeline_parallel > 1:
         what = "profiles of pipelines are not supported by this version"
         raise BadInput(what, key="[deployment] pipeline_parallel")
     if model is not None and profile.model != model.name:
         what = f"profile {name!r} was measured with {profile.model!r}, not {model.name!r}"
+        raise BadInput(what, key="[latency] name")
+    if device is not None and profile.device != device.name:
+        what = f"profile {name!r} was measured on {profile.device!r}, not {device.name!r}"
+        raise BadInput(what, key="[latency] name")
+    weights = profile.provenance.get("weights_dtype")
+    if model is not None and weights is not None and (weights == "fp8") != (model.dtype == "fp8"):
+        what = f"profile {name!r} is of weights in {weights}, not {model.dtype}"
         raise BadInput(what, key="[latency] name")
     if profile.tensor_parallel != parallel.tensor_parallel:
         what = f"profile {name!r} was measured at {profile.tensor_parallel}, not {parallel.tensor_parallel}"
