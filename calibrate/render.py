@@ -127,3 +127,18 @@ def _signed(value: float | None) -> str:
 
 def _shown(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def refitted(told: Mapping[str, Any]) -> RenderableType:
+    """A profile refitted to measured runs: errors before and after."""
+    table = table_of("result", "metric", ">measured", ">before", ">error", ">after", ">error")
+    for row in told["metrics"]:
+        cells = [seconds(row["measured_s"]), seconds(row["before_s"]), _signed(row["before_error"])]
+        table.add_row(row["file"], row["metric"], *cells, seconds(row["after_s"]), _signed(row["after_error"]))
+    return Group(
+        Text(f"{told['file']}", style="bold"),
+        f"host {seconds(told['step_s'])} an iteration and {told['sequence_s'] * 1e6:.1f} µs a sequence, kernels × "
+        f"{told['scale']:.3f}; mean error {told['error_before']:.1%} before, {told['error_after']:.1%} after",
+        "",
+        table,
+    )
