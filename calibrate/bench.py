@@ -26,10 +26,11 @@ from sim.workload import Workload
 
 Floats = npt.NDArray[np.float64]
 LISTS = ("input_lens", "output_lens", "ttfts", "itls")
-TERMS = {"step": 1e-3, "sequence": 1e-5, "scale": 0.1}  # and how far the search steps at first
+TERMS = {"step": 1e-3, "sequence": 1e-5, "scale": 0.1}  # and the unit in which each is searched
 LIMITS = {"step": (0.0, 0.2), "sequence": (0.0, 2e-3), "scale": (0.2, 5.0)}
-EVALUATIONS = 150
-PRIOR = 1e-3  # weight of (log scale)²: where nothing tells, kernels take what the base profile says
+STRIDE = 0.2  # units; of finite differences
+EVALUATIONS = 100
+PRIOR = 0.03  # weight of log scale: where nothing tells, kernels take what the base profile says
 QUANTILES = {"ttft_p50": 0.5, "ttft_p90": 0.9, "tpot_p50": 0.5, "tpot_p90": 0.9, "tbt_p50": 0.5}
 Metrics = dict[str, float]
 
@@ -150,7 +151,7 @@ def refit(
 
     Terms in `hold` stay what the base has: its host terms, and a scale of 1.
     """
-    from scipy.optimize import minimize
+    from scipy.optimize import least_squares
 
     for term in hold:
         if term not in TERMS:
@@ -164,32 +165,33 @@ def refit(
     }
     done = 0
 
-    def profile_at(x: Sequence[float]) -> Profile:
-        return with_host(base, **(start | dict(zip(free, map(float, x), strict=True))))
+    def profile_at(x: Floats) -> Profile:
+        return with_host(base, **(start | dict(zip(free, x.tolist(), strict=True))))
 
-    def off(x: Sequence[float]) -> float:
+    def off(x: Floats) -> Floats:
         nonlocal done
         done += 1
         progress(min(done, EVALUATIONS), EVALUATIONS)
-        candidate = profile_at(x)
+        candidate = profile_at(x * units)
         errors = [
-            np.log(found[name] / result.measured[name])
+            float(np.log(found[name] / result.measured[name]))
             for result in results
             for found in [simulated(result, scenario, candidate)]
             for name in QUANTILES
         ]
-        return float(np.mean(np.square(errors))) + PRIOR * float(np.log(candidate.scale / factor)) ** 2
+        return np.array([*errors, PRIOR * float(np.log(candidate.scale / factor))])
 
-    first = np.array([start[term] for term in free])
-    simplex = np.vstack([first, *(first + np.eye(len(free))[i] * TERMS[term] for i, term in enumerate(free))])
-    solved = minimize(
-        off,
-        first,
-        method="Nelder-Mead",
-        bounds=[LIMITS[term] for term in free],
-        options={"initial_simplex": simplex, "maxfev": EVALUATIONS, "xatol": 1e-6, "fatol": 1e-7},
-    )
-    fitted = profile_at(solved.x)
+    def slopes(x: Floats) -> Floats:
+        """By finite steps that a schedule's jumps do not drown."""
+        here = off(x)
+        return np.column_stack([(off(x + STRIDE * one) - here) / STRIDE for one in np.eye(len(x))])
+
+    units = np.array([TERMS[term] for term in free])
+    first = np.array([start[term] for term in free]) / units
+    low, high = np.array([LIMITS[term] for term in free]).T / units
+    inside = np.clip(first, low + STRIDE, high - STRIDE)
+    solved = least_squares(off, inside, jac=slopes, bounds=(low, high), max_nfev=EVALUATIONS // (2 + len(free)))
+    fitted = profile_at(solved.x * units)
     rows = []
     for result in results:
         before, after = simulated(result, scenario, base), simulated(result, scenario, fitted)

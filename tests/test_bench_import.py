@@ -43,7 +43,7 @@ SCENARIO = {
 }
 
 
-def result(path: Path, *, clients: int | None = None, rate: float = 0.0, requests: int = 160) -> Path:
+def result(path: Path, *, clients: int | None = None, rate: float = 0.0, requests: int = 100) -> Path:
     """What the tool would have written of a run of BASE with other host terms."""
     rng = np.random.default_rng(clients or 7)
     prompts, outputs = rng.integers(100, 1500, requests), rng.integers(20, 200, requests)
@@ -51,9 +51,13 @@ def result(path: Path, *, clients: int | None = None, rate: float = 0.0, request
     work = Workload(times, prompts, outputs, None, clients, PAUSE if clients else 0.0, {}, ())
     truth = bench.with_host(BASE, STEP, SEQUENCE, SCALE)
     scenario = Scenario.from_toml(tomli_w.dumps(SCENARIO | {"name": "s"}))
-    frame = simulate(scenario, requests=work, engine=lambda _: partial(ProfileLatency, truth)).requests
-    decoded = (frame["output_tokens"] - 1).to_numpy()
-    gaps = ((frame["finished_s"] - frame["first_token_s"]).to_numpy() / decoded).tolist()
+    report = simulate(scenario, requests=work, engine=lambda _: partial(ProfileLatency, truth))
+    frame, ends = report.requests, report.steps["end_s"].to_numpy()
+    times_of = frame.select("first_token_s", "finished_s").rows()
+    gaps = [
+        np.diff(ends[(ends >= first) & (ends <= last)]) for first, last in times_of
+    ]  # it decodes in every iteration
+    assert [len(of) + 1 for of in gaps] == outputs.tolist()
     told = {
         "request_rate": rate or "inf",
         "max_concurrency": clients,
@@ -61,7 +65,7 @@ def result(path: Path, *, clients: int | None = None, rate: float = 0.0, request
         "output_lens": outputs.tolist(),
         "start_times": (frame["arrival_s"] + 1e5).to_list(),
         "ttfts": (frame["first_token_s"] - frame["arrival_s"]).to_list(),
-        "itls": [[gap] * count for gap, count in zip(gaps, decoded.tolist(), strict=True)],
+        "itls": [of.tolist() for of in gaps],
         "errors": [""] * requests,
     }
     path.write_text(json.dumps(told))
@@ -75,18 +79,24 @@ def files(folder: Path) -> tuple[Path, Path]:
     return scenario, profile
 
 
+def command(words: list[str]) -> int:
+    with pytest.raises(SystemExit) as end:
+        raise SystemExit(main(words))
+    return int(end.value.code or 0)
+
+
 def test_host_terms_and_scale_of_simulated_runs_are_found_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scenario, profile = files(tmp_path)
     measured = [
         result(tmp_path / "few.json", clients=2),
-        result(tmp_path / "many.json", clients=96, requests=300),
+        result(tmp_path / "many.json", clients=64, requests=200),
         result(tmp_path / "rate.json", rate=6.0),
     ]
     to = tmp_path / "mine.toml"
     words = [*map(str, measured), "--profile", str(profile), "--scenario", str(scenario), "--to", str(to), "--json"]
-    assert main(["calibrate", "import", "bench", *words]) == 0
+    assert command(["calibrate", "import", "bench", *words]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["scale"] == pytest.approx(SCALE, rel=0.05)
     assert told["step_s"] == pytest.approx(STEP, abs=1e-3)  # a tenth of an iteration
@@ -143,7 +153,7 @@ def test_faults_of_the_command_end_in_one_line(tmp_path: Path, capsys: pytest.Ca
         ([str(good), *given, "--set", "device.name=h200"], "was measured on 'h100-sxm', not 'h200'"),
         ([str(good), *given, "--set", "engine.max_model_tokens=500"], "requests cannot be served"),
     ):
-        assert main(["calibrate", "import", "bench", *words]) == 2
+        assert command(["calibrate", "import", "bench", *words]) == 2
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1 and what in err
     assert not (tmp_path / "mine.toml").exists()
