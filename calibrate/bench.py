@@ -151,8 +151,10 @@ def refit(
 
     Terms in `hold` stay what the base has: its host terms, and a scale of 1.
     """
-    from scipy.optimize import least_squares
-
+    try:
+        from scipy.optimize import least_squares
+    except ModuleNotFoundError:
+        raise BadInput("refitting needs the package scipy: pip install 'servecast[calibrate]'") from None
     for term in hold:
         if term not in TERMS:
             raise BadInput(unknown("term", term, TERMS), source="--hold")

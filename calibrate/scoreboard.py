@@ -91,7 +91,7 @@ def _peer(known: tuple[float, float] | None) -> dict[str, Any]:
 
 def _host_left(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     """Host terms beyond those used that TPOT asks for, per engine: relative errors under a soft L1 loss."""
-    from scipy.optimize import least_squares
+    from scipy.optimize import least_squares  # of the same extra as the tables
 
     found = {}
     for engine, of in _grouped(rows, lambda row: row["framework"]):
