@@ -90,9 +90,9 @@ def test_host_terms_and_scale_of_simulated_runs_are_found_again(
 ) -> None:
     scenario, profile = files(tmp_path)
     measured = [
-        result(tmp_path / "few.json", clients=2),
-        result(tmp_path / "many.json", clients=64, requests=200),
-        result(tmp_path / "rate.json", rate=6.0),
+        result(tmp_path / "few.json", clients=2, requests=40),
+        result(tmp_path / "many.json", clients=64, requests=160),
+        result(tmp_path / "rate.json", rate=6.0, requests=80),
     ]
     to = tmp_path / "mine.toml"
     words = [*map(str, measured), "--profile", str(profile), "--scenario", str(scenario), "--to", str(to), "--json"]
