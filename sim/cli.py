@@ -250,6 +250,8 @@ _calibrate.command("calibrate.commands:measure", name="measure", help="Measure t
 _calibrate.command("calibrate.commands:fit", name="fit", help="Fit a latency profile to measured iterations.")
 _calibrate.command("calibrate.commands:show", name="show", help="Show a profile: its source, errors and range.")
 _calibrate.command("calibrate.paper.commands:paper", name="paper", help="Fit the profiles of the paper's deployments.")
+_calibrate.command("calibrate.score_commands:score", name="score", help="Forecast public serving measurements.")
+_calibrate.command("calibrate.score_commands:profiles", name="profiles", help="Make the profiles that are shipped.")
 _import = App(name="import", help="Import public measurements: kernel tables, Vidur's profiles, anyone's iterations.")
 for _kind, _code, _help in (
     ("aiconfigurator", "aiconfigurator", "Compose iterations from the kernel tables of aiconfigurator-core."),
@@ -257,6 +259,9 @@ for _kind, _code, _help in (
     ("table", "table", "Check anyone's table of measured iterations and convert it."),
 ):
     _import.command(f"calibrate.import_commands:{_code}", name=_kind, help=_help)
+_import.command(
+    "calibrate.bench_commands:bench", name="bench", help="Refit a profile to results of `vllm bench serve`."
+)
 _calibrate.command(_import)
 app.command(_calibrate)
 _scenario = App(name="scenario", help="Make a scenario from what another tool was told.")

@@ -179,7 +179,11 @@ def test_check_prints_one_object_and_runs_nothing(call: Call, monkeypatch: pytes
     assert err == ""
     assert (meaning["kv_blocks"], meaning["kv_blocks_from"], meaning["requests"]) == (400, "given", 60)
     written = tomllib.loads(meaning["scenario"])
-    assert written["scheduler"] == {"policy": "stall-free", "token_budget": 512}  # every default filled in
+    assert written["scheduler"] == {
+        "policy": "stall-free",
+        "token_budget": 512,
+        "overlap": False,
+    }  # every default filled in
 
 
 @pytest.mark.parametrize("what", ["models", "devices", "profiles", "datasets", "policies"])
