@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim import output
 from sim.capacity import capacity
+from sim.compare import flat
 from sim.cost import per_million
 from sim.errors import BadInput
 from sim.journal import Outcome, Outcomes, journal, nowhere
@@ -183,17 +184,6 @@ def _capacity(scenario: Scenario, search: SearchTable) -> dict[str, Any]:
         "times_from": times_from(scenario),
         "notes": "; ".join([*scenario.notes, *found.notes]),
     }
-
-
-def flat(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested tables as one: names are joined by `_`, lists are a text."""
-    columns: dict[str, Any] = {}
-    for name, value in tables.items():
-        if isinstance(value, Mapping):
-            columns |= {f"{name}_{key}": part for key, part in flat(value).items()}
-        else:
-            columns[name] = "; ".join(value) if isinstance(value, list) else value
-    return columns
 
 
 def _outcomes(task: Task, points: Sequence[Point], workers: int, executor: Executor | None) -> Iterator[Outcome]:
