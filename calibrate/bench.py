@@ -7,7 +7,6 @@ on the kernels are found by least squares of the logarithms of quantiles of TTFT
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +21,10 @@ from sim.errors import BadInput, unknown
 from sim.profile import Profile, ProfileLatency
 from sim.scenario import Scenario
 from sim.simulate import simulate
+from sim.traces import read_bench
 from sim.workload import Workload
 
 Floats = npt.NDArray[np.float64]
-LISTS = ("input_lens", "output_lens", "ttfts", "itls")
 TERMS = {"step": 1e-3, "sequence": 1e-5, "scale": 0.1}  # and the unit in which each is searched
 LIMITS = {"step": (0.0, 0.2), "sequence": (0.0, 2e-3), "scale": (0.2, 5.0)}
 STRIDE = 1.0  # units; of finite differences
@@ -47,51 +46,27 @@ class Result:
 
 def read(path: Path) -> Result:
     """A result file. BadInput for what it lacks."""
-    try:
-        told = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        what = (error.strerror or str(error)).lower() if isinstance(error, OSError) else "is not JSON"
-        raise BadInput(what, source=str(path)) from None
-    try:
-        return _result(path, told)
-    except BadInput as error:
-        raise error.within(source=str(path)) from None
-
-
-def _result(path: Path, told: Any) -> Result:
-    if not isinstance(told, dict):
-        raise BadInput("is not a JSON object, as a bench result is")
-    for name in LISTS:
-        if not isinstance(told.get(name), list):
-            raise BadInput("is not there: save the result with --save-result --save-detailed", key=name)
-        if len(told[name]) != len(told[LISTS[0]]):
-            raise BadInput(f"has {len(told[name])} entries, {LISTS[0]} {len(told[LISTS[0]])}", key=name)
-    closed = told.get("max_concurrency") is not None and _rate(told.get("request_rate")) is None
-    starts = told.get("start_times")
-    if not closed and not (isinstance(starts, list) and len(starts) == len(told[LISTS[0]])):
-        raise BadInput("is needed where the load is a rate", key="start_times")
-    try:
-        lengths = np.array([told["input_lens"], told["output_lens"]], dtype=np.float64)
-        ttft = np.array(told["ttfts"], dtype=np.float64)
-        gaps = [np.array(each, dtype=np.float64) for each in told["itls"]]
-        sent = np.array(starts if isinstance(starts, list) else np.zeros(len(ttft)), dtype=np.float64)
-    except (TypeError, ValueError):
-        raise BadInput("must hold numbers of tokens and seconds", key=", ".join(LISTS)) from None
-    good = (lengths >= 1).all(axis=0) & (ttft > 0) & np.isfinite(sent)
+    told = read_bench(path, str(path))
+    most = told.settings.get("max_concurrency")
+    closed = most is not None and _rate(told.settings.get("request_rate")) is None
+    if closed and not (isinstance(most, int) and most >= 1):
+        raise BadInput(f"{most} must be a whole number of at least 1", source=str(path), key="max_concurrency")
+    if not closed and told.starts is None:
+        raise BadInput("is needed where the load is a rate", source=str(path), key="start_times")
+    sent = np.zeros(len(told.ttfts)) if told.starts is None else told.starts
+    good = told.good & (told.ttfts > 0)
     if not good.any():
-        raise BadInput("no request was answered")
-    order = np.argsort(sent[good], kind="stable") if not closed else np.arange(int(good.sum()))
-    prompts, outputs = (np.ascontiguousarray(of[good][order]).astype(np.int64) for of in lengths)
-    arrivals = None if closed else np.sort(sent[good]) - sent[good].min()
-    concurrency = int(told["max_concurrency"]) if closed else None
-    if concurrency is not None and concurrency < 1:
-        raise BadInput(f"{concurrency} must be at least 1", key="max_concurrency")
-    workload = Workload(arrivals, prompts, outputs, None, concurrency, PAUSE if closed else 0.0, {}, ())
-    kept = [gap for gap, one in zip(gaps, good, strict=True) if one]
-    tpot = [float(gap.sum()) / (tokens - 1) for gap, tokens in zip(kept, lengths[1][good], strict=True) if tokens > 1]
-    pools = {"ttft": ttft[good], "tpot": np.array(tpot), "tbt": np.concatenate([np.zeros(0), *kept])}
+        raise BadInput("no request was answered", source=str(path))
+    order = np.flatnonzero(good) if closed else np.flatnonzero(good)[np.argsort(sent[good], kind="stable")]
+    prompts, outputs = told.prompts[order], told.outputs[order]
+    arrivals = None if closed else sent[order] - sent[order[0]]
+    concurrency, think = (int(most), PAUSE) if closed else (None, 0.0)
+    workload = Workload(arrivals, prompts, outputs, None, concurrency, think, {}, ())
+    gaps = [told.itls[position] for position in order]
+    tpot = np.array([gap.sum() / (tokens - 1) for gap, tokens in zip(gaps, outputs, strict=True) if tokens > 1])
+    pools = {"ttft": told.ttfts[order], "tpot": tpot, "tbt": np.concatenate(gaps)}
     if not len(pools["tpot"]) or not len(pools["tbt"]):
-        raise BadInput("no request has a second token", key="output_lens")
+        raise BadInput("no request has a second token", source=str(path), key="output_lens")
     return Result(path, workload, _quantiles(pools), int((~good).sum()))
 
 

@@ -123,12 +123,12 @@ def test_terms_that_are_held_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"ttfts": None}, "ttfts: is not there: save the result with --save-result --save-detailed"),
-        ({"itls": [[0.1]]}, "itls: has 1 entries, input_lens 40"),
-        ({"ttfts": ["a"] * 40}, "must hold numbers of tokens and seconds"),
+        ({"ttfts": None}, "has no list ttfts: save the bench result with --save-detailed"),
+        ({"itls": [[0.1]]}, "input_lens and itls are not lists of one length"),
+        ({"ttfts": ["a"] * 40}, "row 1, column ttfts: 'a' is not a number"),
         ({"ttfts": [0.0] * 40}, "no request was answered"),
         ({"request_rate": 3.0, "start_times": None}, "start_times: is needed where the load is a rate"),
-        ({"max_concurrency": 0}, "max_concurrency: 0 must be at least 1"),
+        ({"max_concurrency": 0}, "max_concurrency: 0 must be a whole number of at least 1"),
     ],
 )
 def test_results_that_cannot_be_used(tmp_path: Path, change: dict[str, Any], what: str) -> None:
@@ -145,7 +145,7 @@ def test_faults_of_the_command_end_in_one_line(tmp_path: Path, capsys: pytest.Ca
     bad.write_text("[")
     given = ["--profile", str(profile), "--scenario", str(scenario), "--to", str(tmp_path / "mine.toml")]
     for words, what in (
-        ([str(bad), *given], "is not JSON"),
+        ([str(bad), *given], "not valid JSON"),
         ([str(tmp_path / "none.json"), *given], "no such file"),
         (given, "give at least one result file"),
         ([str(good), *given, "--hold", "stap"], "did you mean 'step'?"),
