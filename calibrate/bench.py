@@ -47,7 +47,7 @@ class Result:
 def read(path: Path) -> Result:
     """A result file. BadInput for what it lacks."""
     told = read_bench(path, str(path))
-    most = told.settings.get("max_concurrency")
+    most: Any = told.settings.get("max_concurrency")
     closed = most is not None and _rate(told.settings.get("request_rate")) is None
     if closed and not (isinstance(most, int) and most >= 1):
         raise BadInput(f"{most} must be a whole number of at least 1", source=str(path), key="max_concurrency")
