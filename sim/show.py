@@ -11,6 +11,7 @@ from rich.text import Text
 
 from sim.capacity import Capacity
 from sim.report import times_from
+from sim.saturation import sentence
 from sim.scenario import Scenario
 from sim.simulate import Plan
 
@@ -58,6 +59,7 @@ def percent(value: float | None) -> str:
 def run(summary: Summary, plan: Plan) -> RenderableType:
     """One run: what served what, the distributions, the verdict, the machine."""
     return Group(
+        *_saturated([summary]),
         _title(summary["name"], deployed(plan)),
         _counts(summary),
         "",
@@ -100,7 +102,7 @@ def compare(summaries: Sequence[Summary], plan: Plan) -> RenderableType:
     notes = list(dict.fromkeys(note for summary in summaries for note in summary["notes"]))
     offered = f"the same {summaries[0]['offered']:,} requests under each policy"
     head = _title(summaries[0]["name"], f"{_where(plan)} · {offered}")
-    return Group(head, "", table, *_notes([*notes, summaries[0]["times_from"]]))
+    return Group(*_saturated(summaries), head, "", table, *_notes([*notes, summaries[0]["times_from"]]))
 
 
 def capacities(found: Sequence[Capacity], scenario: Scenario, *, asked: float | None = None) -> RenderableType:
@@ -281,6 +283,13 @@ def _counts(summary: Summary) -> str:
     parts += [f"{summary['unfinished']:,} unfinished"] if summary["unfinished"] else []
     parts += [f"{refused:,} refused ({', '.join(summary['refused'])})"] if refused else []
     return f"{', '.join(parts)} in {seconds(summary['duration_s'])} of the clock, {summary['iterations']:,} iterations"
+
+
+def _saturated(summaries: Sequence[Summary]) -> list[RenderableType]:
+    """First of all, that a run is no forecast: of one, or of which of several."""
+    told = [(summary["policy"], sentence(summary)) for summary in summaries]
+    many = len(summaries) > 1
+    return [Text(f"{policy}: {said}" if many else said, style="yellow") for policy, said in told if said]
 
 
 def _distributions(summary: Summary) -> Table:
