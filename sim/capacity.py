@@ -148,11 +148,13 @@ def search(
     Prompts and outputs are `lengths` times as long.
     """
     requests = scaled(workload(scenario), lengths, scenario.engine.max_model_tokens)
-    start = near or _first_rate(scenario, requests)
+    start = near or first_rate(scenario, requests)
     trials: list[Trial] = []
     if plan(scenario).deployment.limits.refusals(requests.prompts, requests.outputs):
         trials.append(Trial(start, met=False, limited_by="refused", stopped=True))
         return Search(scenario.scheduler.policy, scenario.workload.seed, 0.0, "refused", tuple(trials))
+
+    alone: str | None = None
 
     def passes(rate: float) -> bool:
         trials.append(trial(scenario, rate, requests, lengths=lengths))
@@ -163,7 +165,6 @@ def search(
         alone = fails_alone(scenario, requests)
         return alone is None
 
-    alone: str | None = None
     low, high = _bracket(passes, possible, start, 1.04 if near else 2.0)
     while low is not None and high is not None and high - low > tolerance * low:
         middle = _rounded(sqrt(low * high))
@@ -285,7 +286,7 @@ def _bracket(
     return (here, None) if up else (None, here)
 
 
-def _first_rate(scenario: Scenario, requests: Workload) -> float:
+def first_rate(scenario: Scenario, requests: Workload) -> float:
     """The scenario's own rate."""
     arrivals = scenario.workload.arrivals
     rate = getattr(arrivals, "rate", None)

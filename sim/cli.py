@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from sim import bench, output
+from sim.capacity import Capacity, by_goodput
 from sim.capacity import capacity as search_capacity
 from sim.cost import cost as find_cost
 from sim.errors import BadInput, unknown
@@ -22,6 +23,7 @@ from sim.policies import COMPARED, POLICIES
 from sim.report import Report
 from sim.scenario import Scenario
 from sim.simulate import Engine, simulate
+from sim.verdicts import verdicts
 
 MOST_TOKENS = 2**31
 WORTH_PROCESSES = 5_000  # requests in all; below, starting processes takes longer than it saves
@@ -102,9 +104,12 @@ def capacity(
     policies: str | None = None,
     tolerance: float = 0.01,
     seeds: Seeds = 5,
+    goodput: float | None = None,
     options: Options = Options(),
 ) -> None:
     """Find the highest arrival rate that meets the scenario's SLO, per policy, with an interval.
+
+    Which of two policies holds more is said where the seeds can tell.
 
     Parameters
     ----------
@@ -114,25 +119,39 @@ def capacity(
         When bisection stops: how far, relatively, the lowest failing rate may be from the highest passing one.
     seeds
         How many independent searches make the interval; 1 for none.
+    goodput
+        Find the rate at which this share of the requests meets all limits per request (0.9, say), whatever the
+        percentiles are; an SLO with limits on percentiles is searched as well.
     """
     virtual(options, "a search")
     one = options.scenario(scenario)
     _check_search(tolerance, seeds)
-    with progress("searches") as advance:
-        found = search_capacity(
-            one,
-            _policies(policies, options.policy),
-            tolerance=tolerance,
-            seeds=seeds,
-            workers=cores(),
-            progress=advance,
-        )
-    result: dict[str, Any] = {"results": [one_policy.to_dict() for one_policy in found]}
+    if goodput is not None and not 0 < goodput <= 1:
+        raise BadInput(f"{goodput:g} must be greater than 0 and at most 1", source="--goodput")
+    chosen = _policies(policies, options.policy)
+    shared = by_goodput(one, goodput) if goodput is not None else None
+    asked = one if shared is None or one.slo.percentiles else shared
+
+    def find(what: Scenario) -> Sequence[Capacity]:
+        with progress("searches") as advance:
+            return search_capacity(what, chosen, tolerance=tolerance, seeds=seeds, workers=cores(), progress=advance)
+
+    found = find(asked)
+    pairs = verdicts(found, tolerance)
+    result: dict[str, Any] = {"results": [one_policy.to_dict() for one_policy in found], "verdicts": pairs}
+    pages = [(found, asked, pairs)]
+    if shared is not None:
+        if shared is not asked:
+            found_too = find(shared)
+            pages.append((found_too, shared, verdicts(found_too, tolerance)))
+        by_share, _, pairs_too = pages[-1]
+        rows = [one_policy.to_dict() for one_policy in by_share]
+        result["goodput"] = {"share": goodput, "results": rows, "verdicts": pairs_too}
     if options.rate is not None:  # which the search tries first
         for row, one_policy in zip(result["results"], found, strict=True):
             row["asked"] = {"rate": options.rate, "feasible": one_policy.trials[0].met}
     keep(options, one, "capacity.json", result)
-    answer(options, one, result, lambda show: show.capacities(found, one, asked=options.rate))
+    answer(options, one, result, lambda show: show.capacity_pages(pages, asked=options.rate))
 
 
 @app.command
@@ -278,3 +297,4 @@ app.command("sim.timeline:trace", name="trace", help="Make a timeline of a kept 
 app.command("calibrate.commands:validate", name="validate", help="Simulate and measure a scenario, side by side.")
 app.command("calibrate.paper.commands:reproduce", name="reproduce", help="The paper's figures beside the simulation.")
 app.command("sim.sweep_command:sweep", name="sweep", help="Run many variations of a scenario: a row for each.")
+app.command("sim.plan_command:plan", name="plan", help="The cheapest of many deployments that serves a demand.")

@@ -14,6 +14,7 @@ from sim.report import times_from
 from sim.saturation import sentence
 from sim.scenario import Scenario
 from sim.simulate import Plan
+from sim.verdicts import line
 
 METRICS = {
     "ttft_s": "TTFT",
@@ -105,8 +106,22 @@ def compare(summaries: Sequence[Summary], plan: Plan) -> RenderableType:
     return Group(*_saturated(summaries), head, "", table, *_notes([*notes, summaries[0]["times_from"]]))
 
 
-def capacities(found: Sequence[Capacity], scenario: Scenario, *, asked: float | None = None) -> RenderableType:
-    """Capacity per policy, with what limits it, and whether the rate that was `asked` for is within it."""
+Verdicts = Sequence[Mapping[str, Any]]
+
+
+def capacity_pages(
+    pages: Sequence[tuple[Sequence[Capacity], Scenario, Verdicts]], *, asked: float | None = None
+) -> RenderableType:
+    """One page of capacities for each SLO."""
+    parts = [part for page in pages for part in ("", capacities(*page, asked=asked))]
+    return Group(*parts[1:])
+
+
+def capacities(
+    found: Sequence[Capacity], scenario: Scenario, verdicts: Verdicts, *, asked: float | None = None
+) -> RenderableType:
+    """Capacity per policy, with what limits it, whether the rate that was `asked` for is within it, and which holds
+    more."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading, justify in (
         ("policy", "left"),
@@ -129,6 +144,7 @@ def capacities(found: Sequence[Capacity], scenario: Scenario, *, asked: float | 
         "",
         table,
         *(["", *_answers(found, asked)] if asked is not None else []),
+        *(["", *(Text(line(verdict)) for verdict in verdicts)] if verdicts else []),
         *_notes([*filter(None, [meaning]), *notes, times_from(scenario)]),
     )
 

@@ -60,7 +60,7 @@ def _verdict(one: Capacity, other: Capacity, tolerance: float) -> dict[str, Any]
     mean, scatter = fmean(logs), stdev(logs)
     half = student(n - 1) * scatter / sqrt(n)
     low, high, known = mean - half, mean + half, log1p(tolerance)
-    interval = {"ratio": exp(mean), "interval": [exp(low), exp(high)]}
+    interval: dict[str, Any] = {"ratio": exp(mean), "interval": [exp(low), exp(high)]}
     if -known <= low and high <= known:
         return _told(names, n, "equal", "they differ by no more than the tolerance of the searches", **interval)
     if low > 0 < mean - known or high < 0 > mean + known:
