@@ -13,6 +13,7 @@ from cyclopts import App, Parameter
 from sim import bench, output
 from sim.capacity import Capacity, by_goodput
 from sim.capacity import capacity as search_capacity
+from sim.cost import HEADROOM, SPARE
 from sim.cost import cost as find_cost
 from sim.errors import BadInput, unknown
 from sim.listing import LISTS, explain
@@ -202,7 +203,15 @@ def budget(
 
 
 @app.command
-def cost(scenario: str, *, tolerance: float = 0.01, seeds: Seeds = 5, options: Options = Options()) -> None:
+def cost(
+    scenario: str,
+    *,
+    tolerance: float = 0.01,
+    seeds: Seeds = 5,
+    headroom: float = HEADROOM,
+    spare: Count = SPARE,
+    options: Options = Options(),
+) -> None:
     """Find the cost per million output tokens at SLO capacity, with sensitivities.
 
     Without an [slo] it is the cost at the scenario's own rate.
@@ -213,12 +222,22 @@ def cost(scenario: str, *, tolerance: float = 0.01, seeds: Seeds = 5, options: O
         As for capacity.
     seeds
         As for capacity.
+    headroom
+        Share of the capacity that one plans to use.
+    spare
+        Replicas beside those that carry the load.
     """
     virtual(options, "a search")
     one = options.scenario(scenario)
     _check_search(tolerance, seeds)
+    if not 0 < headroom <= 1:
+        raise BadInput(f"{headroom:g} must be greater than 0 and at most 1", source="--headroom")
+    if not 0 <= spare <= 1000:
+        raise BadInput(f"{spare} must be from 0 to 1000", source="--spare")
     with progress("searches") as advance:
-        result = find_cost(one, tolerance=tolerance, seeds=seeds, workers=cores(), progress=advance)
+        result = find_cost(
+            one, tolerance=tolerance, seeds=seeds, headroom=headroom, spare=spare, workers=cores(), progress=advance
+        )
     keep(options, one, "cost.json", result)
     answer(options, one, result, lambda show: show.cost(result, one))
 

@@ -60,7 +60,7 @@ def _page(done: Planned, show: Any) -> Any:
 
     demand, study, ranked = done.candidates.demand, done.candidates.study, done.ranked
     table = Table(box=None, pad_edge=False, header_style="bold")
-    headings = ("an hour", "per M output", "replicas", "devices", "load", "TTFT P50", "TTFT P99", "TBT P99")
+    headings = ("an hour", "per M output", "devices", "load", "TTFT P50", "TTFT P99", "TBT P99")
     table.add_column("candidate", no_wrap=True)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -69,7 +69,6 @@ def _page(done: Planned, show: Any) -> Any:
             ("* " if row["pareto"] else "  ") + label_of(row, study.axes),
             f"{row['cost_per_hour']:,.2f}",
             show.number(row["cost_per_million_output_tokens"]),
-            f"{row['replicas']} + {row['spare']}",
             str(row["devices"]),
             show.percent(row["load"]),
             *(show.seconds(row[key]) for key in ("ttft_s_p50", "ttft_s_p99", "tbt_s_p99")),
@@ -86,15 +85,18 @@ def _page(done: Planned, show: Any) -> Any:
             *([f"{len(ranked) - MOST_ROWS} more are not shown"] if len(ranked) > MOST_ROWS else []),
             *dict.fromkeys(row["times_from"] for row in ranked),
         ]
-    infeasible = done.infeasible
-    for one in infeasible[:MOST_REASONS]:
-        told = ", ".join(f"{key}={value}" for key, value in _short(one).items())
-        notes.append(f"infeasible: {told}: {one['reason']}")
-    if len(infeasible) > MOST_REASONS:
-        notes.append(f"and {len(infeasible) - MOST_REASONS} more are infeasible")
+    reasons: dict[str, list[str]] = {}
+    for one in done.infeasible:
+        reasons.setdefault(str(one["reason"]), []).append(_short(one))
+    for reason, those in list(reasons.items())[:MOST_REASONS]:
+        more = f" and {len(those) - 1} more" if len(those) > 1 else ""
+        notes.append(f"infeasible: {those[0]}{more}: {reason}")
+    if len(reasons) > MOST_REASONS:
+        notes.append(f"and {len(reasons) - MOST_REASONS} reasons more")
     return Group(*page, "", *(Text(f"· {note}", style="dim") for note in notes))
 
 
-def _short(one: dict[str, Any]) -> dict[str, Any]:
+def _short(one: dict[str, Any]) -> str:
     """What sets a candidate apart: keys by their last part, names by their table."""
-    return {key.removesuffix(".name").rpartition(".")[2]: value for key, value in one["settings"].items()}
+    told = {key.removesuffix(".name").rpartition(".")[2]: value for key, value in one["settings"].items()}
+    return ", ".join(f"{key} {value}" for key, value in told.items())

@@ -113,7 +113,7 @@ def capacity_pages(
     pages: Sequence[tuple[Sequence[Capacity], Scenario, Verdicts]], *, asked: float | None = None
 ) -> RenderableType:
     """One page of capacities for each SLO."""
-    parts = [part for page in pages for part in ("", capacities(*page, asked=asked))]
+    parts: list[RenderableType] = [part for page in pages for part in ("", capacities(*page, asked=asked))]
     return Group(*parts[1:])
 
 
@@ -198,7 +198,13 @@ def cost(result: Mapping[str, Any], scenario: Scenario) -> RenderableType:
     interval = result["interval_per_million_output_tokens"]
     between = f"{number(interval[0])} to {number(interval[1])} over seeds" if interval and None not in interval else ""
     table.add_row("per million output tokens", number(result["per_million_output_tokens"]), between)
+    table.add_row("per million input tokens", number(result["per_million_input_tokens"]), "all of it on the prompts")
     table.add_row("per million tokens", number(result["per_million_tokens"]), "prompt and output")
+    planned = result["planned"]
+    at = f"at {planned['headroom']:.0%} of that rate" if planned["headroom"] is not None else "at that rate"
+    spare = f", {planned['spare']} spare: {_devices(planned['devices'])}"
+    for label, key in (("output", "output_tokens"), ("input", "input_tokens"), ("all", "tokens")):
+        table.add_row(f"planned, {label} tokens", number(planned[f"per_million_{key}"]), at + spare)
     sensitivity = result["sensitivity"]
     for load, price in sensitivity["load"].items():
         if load != "1.0":
@@ -209,6 +215,10 @@ def cost(result: Mapping[str, Any], scenario: Scenario) -> RenderableType:
         if scale != "1.0":
             told = number(row["per_million_output_tokens"]) if row["rate"] else "not feasible"
             table.add_row("  output", told, f"with latency limits × {scale}: {number(row['rate'])} requests/s")
+    for part in ("prompt", "output"):
+        for scale, row in sensitivity[part].items():
+            told = number(row["per_million_output_tokens"]) if row["rate"] else "not feasible"
+            table.add_row("  output", told, f"with {part}s × {scale}: {number(row['rate'])} requests/s")
     where = f"{_devices(result['devices'])} at {result['gpu_hour']:g} an hour each (a parameter: [cost] gpu_hour)"
     head = _title(result["name"], f"{result['policy']} · {where}")
     return Group(head, "", table, *_notes([*result["notes"], times_from(scenario)]))
