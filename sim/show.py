@@ -139,12 +139,13 @@ def capacities(
     notes = dict.fromkeys(note for one in found for note in one.notes)
     searches = len(found[0].seeds)
     meaning = f"interval: smallest and largest of {searches} searches on other seeds" if searches > 1 else ""
+    told: list[RenderableType] = ["", *(Text(line(verdict)) for verdict in verdicts)] if verdicts else []
     return Group(
         _title(scenario.name, "SLO: " + ", ".join(limits)),
         "",
         table,
         *(["", *_answers(found, asked)] if asked is not None else []),
-        *(["", *(Text(line(verdict)) for verdict in verdicts)] if verdicts else []),
+        *told,
         *_notes([*filter(None, [meaning]), *notes, times_from(scenario)]),
     )
 

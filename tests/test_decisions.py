@@ -398,7 +398,7 @@ def test_what_is_infeasible_says_why(candidates: Path) -> None:
 
 def test_a_model_that_does_not_fit_is_infeasible() -> None:
     scenario = Scenario.load(ROOT / "scenarios/llama-3.1-70b-4xh100.toml")
-    with pytest.raises(BadInput, match="weights|memory|fit"):
+    with pytest.raises(BadInput, match=r"weights|memory|fit"):
         sized(Demand(10.0, 0.8, 1), scenario.with_(deployment__tensor_parallel=1))
 
 
