@@ -191,7 +191,6 @@ class Report:
             self._times("arrival")[served],
             self._times("scheduled")[served],
             tokens[served].astype(np.float64),
-            ended=self.record.ended,
             replicas=self.plan.deployment.replicas,
         )
 

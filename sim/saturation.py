@@ -38,23 +38,23 @@ class Saturation:
         return asdict(self)
 
 
-def saturation(arrival: Floats, scheduled: Floats, work: Floats, *, ended: float, replicas: int = 1) -> Saturation:
+def saturation(arrival: Floats, scheduled: Floats, work: Floats, *, replicas: int = 1) -> Saturation:
     """Judge an open-loop run by its requests in order of arrival, the refused left out.
 
-    `scheduled` is NaN where a request never was; `work` is what each asks for, in tokens; `ended` is when the run did.
+    `scheduled` is NaN where a request never was; `work` is what each asks for, in tokens.
     """
     n = len(arrival)
     span = float(arrival[-1] - arrival[0]) if n else 0.0
     if span <= 0:
         return Saturation()
     asked = (n - 1) / span
-    if n < FEWEST * replicas:
+    done = ~np.isnan(scheduled)  # of the others it is not known how long they wait
+    if n < FEWEST * replicas or done.sum() < FEWEST // 10:
         return Saturation(asked_rate=asked)
-    until = np.where(np.isnan(scheduled), ended, scheduled)
-    order = np.sort(np.where(np.isnan(scheduled), np.inf, scheduled))
+    order = np.sort(np.where(done, scheduled, np.inf))
     queue = np.arange(n) - np.searchsorted(order, arrival, side="right")  # that each arrival finds
-    delay = until - arrival
-    half, quarter = n // 2, n // 4
+    came, delay = arrival[done], (scheduled - arrival)[done]
+    half, quarter = n // 2, len(delay) // 4
     chance = np.sqrt((_variation(np.diff(arrival)) + _variation(work)) * n * replicas)
     early, late = float(delay[quarter : 2 * quarter].mean()), float(delay[-quarter:].mean())
     saturated = bool(
@@ -68,7 +68,7 @@ def saturation(arrival: Floats, scheduled: Floats, work: Floats, *, ended: float
     busy = order[np.isfinite(order)]
     busy = busy[busy >= arrival[half]]
     served = (len(busy) - 1) / float(busy[-1] - busy[0]) if len(busy) > 1 and busy[-1] > busy[0] else None
-    away = arrival - arrival.mean()
+    away = came - came.mean()
     return Saturation(True, asked, served, float((away * delay).sum() / (away**2).sum()))
 
 
