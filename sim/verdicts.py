@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import exp, log, log1p, pi, sqrt, tan
-from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 from sim.capacity import Capacity
@@ -32,6 +31,8 @@ def verdicts(found: Sequence[Capacity], tolerance: float) -> list[dict[str, Any]
 def student(freedom: int) -> float:
     """The 97.5 % quantile of Student's t: exact for 1 and 2 degrees of freedom, else by its expansion in 1 / freedom
     (Abramowitz and Stegun 26.7.5), within 0.2 % of it."""
+    from statistics import NormalDist
+
     p = (1 + CONFIDENCE) / 2
     if freedom == 1:
         return tan(pi * (p - 0.5))
@@ -56,6 +57,8 @@ def _verdict(one: Capacity, other: Capacity, tolerance: float) -> dict[str, Any]
         return _told(names, n, None, "one seed says nothing about others", needed=2)
     if not all(a and b for a, b in pairs):
         return _by_sign(names, pairs)
+    from statistics import fmean, stdev  # not for every start of the program
+
     logs = [log(a / b) for a, b in pairs]
     mean, scatter = fmean(logs), stdev(logs)
     half = student(n - 1) * scatter / sqrt(n)

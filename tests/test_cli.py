@@ -155,7 +155,7 @@ def test_capacity_prints_one_object(call: Call) -> None:
     out, err = call("capacity", "s.toml", "--json", "--policy", "stall-free", "--seeds", "2")
     document = strict(out)
     (result,) = document["results"]
-    assert err == "" and document.keys() == {"results"}
+    assert err == "" and document.keys() == {"results", "verdicts"}
     assert result.keys() >= {"policy", "rate", "interval", "limited_by", "trials"}
     assert (result["policy"], result["limited_by"]) == ("stall-free", "scheduling_delay_p50")
     assert all(one.keys() >= {"rate", "met"} for one in result["trials"])
