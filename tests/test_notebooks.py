@@ -14,7 +14,7 @@ pytest.importorskip("ipykernel")
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-CHARTS = {"01_first_forecast": 5}
+CHARTS = {"01_first_forecast": 5, "02_policies_and_the_token_budget": 6, "03_from_slo_to_cost": 5}
 SECONDS = 600  # for one cell, on a machine that does other things as well
 
 
