@@ -12,7 +12,7 @@ GPU_MEASURE  ?= -m sim calibrate measure $(GPU_SCENARIO) --to out/gpu/measured.j
 GPU_VALIDATE ?= -m sim validate $(GPU_SCENARIO) --out out/gpu/validation --json
 
 .DEFAULT_GOAL := help
-.PHONY: help demo pictures test check format lint types walls fast bench bench-million gpu clean
+.PHONY: help demo pictures test check format lint types walls fast bench bench-million profiles gpu clean
 
 help:  ## this page
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -53,6 +53,9 @@ bench: $(VENV)/.developer  ## speed of the simulator, as ratios measured in one 
 
 bench-million: $(VENV)/.developer  ## a million requests on 64 replicas
 	$(BIN)/python tests/benchmarks/speed.py --million
+
+profiles: $(VENV)/.developer  ## make sim/profiles again, from an installed aiconfigurator-core (extra 'silicon')
+	$(BIN)/servecast calibrate profiles --to sim/profiles
 
 gpu: .stamps/gpu-validated  ## on a GPU: build kernels, test and measure, validate; go on where it was
 

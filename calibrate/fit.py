@@ -51,8 +51,9 @@ def fit(
     tensor_parallel: int = 1,
     without: Sequence[str] = (),
     seed: int = 0,
+    resamples: int | None = None,
 ) -> Profile:
-    """A profile of the rows. Terms in `without` are held at 0.
+    """A profile of the rows. Terms in `without` are held at 0; 0 `resamples` leave out its intervals.
 
     BadInput where the data cannot tell a term from the others, which it names.
     """
@@ -81,7 +82,7 @@ def fit(
         coefficients=_coefficients(solution, terms, knots, few),
         validity=_validity(rows),
         errors=_held_out(design, seconds, points, rng),
-        intervals=_intervals(design, seconds, points, terms, rng),
+        intervals=_intervals(design, seconds, points, terms, rng, RESAMPLES if resamples is None else resamples),
         provenance=_provenance(rows, points),
     )
 
@@ -226,14 +227,21 @@ def _held_out(design: Floats, seconds: Floats, points: npt.NDArray[np.int64], rn
 
 
 def _intervals(
-    design: Floats, seconds: Floats, points: npt.NDArray[np.int64], terms: Sequence[str], rng: np.random.Generator
+    design: Floats,
+    seconds: Floats,
+    points: npt.NDArray[np.int64],
+    terms: Sequence[str],
+    rng: np.random.Generator,
+    resamples: int,
 ) -> dict[str, list[float]]:
     """What 90 % of the fits to resampled batches give for each term."""
     members = [np.flatnonzero(points == point) for point in range(points.max() + 1)]
     found = []
-    for _ in range(RESAMPLES):
+    for _ in range(resamples):
         drawn = np.concatenate([members[i] for i in rng.integers(len(members), size=len(members)).tolist()])
         found.append(_solve(design[drawn], seconds[drawn])[: len(terms)])
+    if not found:
+        return {}
     low, high = np.quantile(np.array(found), [0.05, 0.95], axis=0)
     return {term: [float(low[i]), float(high[i])] for i, term in enumerate(terms)}
 

@@ -51,7 +51,7 @@ def profile(one: Profile) -> RenderableType:
 def _terms(one: Profile) -> Table:
     """The coefficients of measured iterations, with what resampling says of them."""
     assert one.coefficients is not None
-    table = _table("term", ">seconds", ">90 % of resamples", "")
+    table = table_of("term", ">seconds", ">90 % of resamples", "")
     for term in TERMS:
         low, high = one.intervals.get(term, (None, None))
         between = "–" if low is None or high is None else f"{low:.3g} to {high:.3g}"
@@ -68,7 +68,7 @@ def _terms(one: Profile) -> Table:
 def _figures(one: Profile) -> Table:
     """The fitted figures of the roofline model, beside the ones it has without a fit."""
     assert one.roofline is not None
-    table = _table("figure", ">here", ">interval", ">without a fit")
+    table = table_of("figure", ">here", ">interval", ">without a fit")
     for name, field in Figures.model_fields.items():
         value = getattr(one.roofline, name)
         low, high = one.intervals.get(name, (None, None))
@@ -79,7 +79,7 @@ def _figures(one: Profile) -> Table:
 
 def _residuals(one: Profile) -> Table:
     """What it was fitted to or is beside, and what it says."""
-    table = _table("figure", ">published", ">predicted", ">error", "")
+    table = table_of("figure", ">published", ">predicted", ">error", "")
     for residual in one.residuals:
         cells = (f"{residual.published:.3g}", f"{residual.predicted:.3g}")
         error = _signed(residual.predicted / residual.published - 1 if residual.published else None)
@@ -89,7 +89,7 @@ def _residuals(one: Profile) -> Table:
 
 def figure(one: PaperFigure) -> RenderableType:
     """A figure of the paper: published beside simulated."""
-    table = _table(one.title, ">published", ">simulated", ">error", "")
+    table = table_of(one.title, ">published", ">simulated", ">error", "")
     for row in one.rows:
         table.add_row(row.what, _number(row.published), _number(row.simulated), _signed(row.error), row.unit)
     notes = (Text(f"· {note}", style="dim") for note in (f"published: {one.reading}", *one.notes))
@@ -99,7 +99,7 @@ def figure(one: PaperFigure) -> RenderableType:
 def validation(attempts: Sequence[Validation], best: Validation) -> RenderableType:
     """Simulated beside measured, with the noise floor."""
     anchored = best.anchored is not None
-    table = _table(
+    table = table_of(
         "", ">measured", ">again", ">noise", ">simulated", ">error", *([">anchored", ">error"] if anchored else [])
     )
     for one in best.metrics():
@@ -155,7 +155,7 @@ def _attempts(attempts: Sequence[Validation], best: Validation) -> list[str]:
     return lines
 
 
-def _table(*headings: str) -> Table:
+def table_of(*headings: str) -> Table:
     """Columns by heading; one that starts with > is right-justified."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
@@ -173,3 +173,18 @@ def _shown(value: object) -> str:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def refitted(told: Mapping[str, Any]) -> RenderableType:
+    """A profile refitted to measured runs: errors before and after."""
+    table = table_of("result", "metric", ">measured", ">before", ">error", ">after", ">error")
+    for row in told["metrics"]:
+        cells = [seconds(row["measured_s"]), seconds(row["before_s"]), _signed(row["before_error"])]
+        table.add_row(row["file"], row["metric"], *cells, seconds(row["after_s"]), _signed(row["after_error"]))
+    return Group(
+        Text(f"{told['file']}", style="bold"),
+        f"host {seconds(told['step_s'])} an iteration and {told['sequence_s'] * 1e6:.1f} µs a sequence, kernels × "
+        f"{told['scale']:.3f}; mean error {told['error_before']:.1%} before, {told['error_after']:.1%} after",
+        "",
+        table,
+    )

@@ -32,34 +32,14 @@ class Curve:
         return np.asarray(np.interp(sizes, self.x, self.seconds) * np.maximum(1.0, sizes / self.x[-1]))
 
 
-def by_corners(sites: Mapping[Shape, Curve], n: int, k: int) -> Curve:
-    """A GEMM between measured shapes: FLOP/s interpolated in log n and log k among the nearest corners, by m.
-
-    Outside the measured range the nearest site's FLOP/s hold.
-    """
-    corners = {
-        (at_n, at_k): weight_n * weight_k
-        for at_n, weight_n in _between(sorted({n for n, _ in sites}), n)
-        for at_k, weight_k in _between(sorted({k for _, k in sites}), k)
-        if (at_n, at_k) in sites and weight_n * weight_k > 0
-    }
-    return _weighed(sites, corners or {_nearest(sites, n, k)[0]: 1.0}, n, k)  # no corners: the table's own is empty
-
-
 def by_nearest(sites: Mapping[Shape, Curve], n: int, k: int) -> Curve:
     """A GEMM between measured shapes: FLOP/s of the four nearest, weighed by 1 / distance² in log n and log k."""
-    return _weighed(sites, {site: 1 / max(_apart(site, n, k), 1e-9) ** 2 for site in _nearest(sites, n, k)[:4]}, n, k)
-
-
-BETWEEN = {"corners": by_corners, "nearest": by_nearest}
+    nearest = sorted(sites, key=lambda site: (_apart(site, n, k), site))[:4]
+    return _weighed(sites, {site: 1 / max(_apart(site, n, k), 1e-9) ** 2 for site in nearest}, n, k)
 
 
 def _apart(site: Shape, n: int, k: int) -> float:
     return float(np.hypot(np.log(site[0] / n), np.log(site[1] / k)))
-
-
-def _nearest(sites: Mapping[Shape, Curve], n: int, k: int) -> list[Shape]:
-    return sorted(sites, key=lambda site: (_apart(site, n, k), site))
 
 
 def _weighed(sites: Mapping[Shape, Curve], weights: Mapping[Shape, float], n: int, k: int) -> Curve:
@@ -67,16 +47,6 @@ def _weighed(sites: Mapping[Shape, Curve], weights: Mapping[Shape, float], n: in
     m = np.unique(np.concatenate([sites[site].x for site in weights]))
     rate = sum((weight * site[0] * site[1] / sites[site].over(m) for site, weight in weights.items()), np.zeros(len(m)))
     return Curve(m, n * k * sum(weights.values()) / rate)
-
-
-def _between(known: list[int], wanted: int) -> list[tuple[int, float]]:
-    """The measured values around the wanted one, each with its weight."""
-    if wanted in known or wanted < known[0] or wanted > known[-1]:
-        return [(min(known, key=lambda value: abs(value - wanted)), 1.0)]
-    right = bisect_right(known, wanted)
-    low, high = known[right - 1], known[right]
-    share = float(np.log(wanted / low) / np.log(high / low))
-    return [(low, 1 - share), (high, share)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

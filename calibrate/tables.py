@@ -11,7 +11,7 @@ import importlib.util
 import re
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from sim.errors import BadInput, unknown
 
@@ -24,6 +24,8 @@ FAMILIES = {
     "context_attention_perf": "attention",
     "generation_attention_perf": "attention",
     "moe_perf": "moe",
+    "computescale_perf": "quantize",
+    "scale_matrix_perf": "quantize",
     "custom_allreduce_perf": "comm",
     "nccl_perf": "comm",
 }
@@ -51,16 +53,15 @@ class Tables:
         version: str | None = None,
         *,
         root: Path | None = None,
-        between: Literal["corners", "nearest"] = "corners",
     ) -> None:
-        self.root, self.between = root or installed(), between
+        self.root = root or installed()
         self.system, self.framework = system, framework
         # What has no GEMMs cannot be composed: systems of device figures alone, versions of a few tables.
         places = [path.parts[-5:-1] for path in self.root.glob("data/*/gemm/*/*/gemm_perf.parquet")]
         self._one_of("system", system, sorted({place[0] for place in places}))
         self._one_of("framework", framework, sorted({place[2] for place in places if place[0] == system}))
         there = [place[3] for place in places if (place[0], place[2]) == (system, framework)]
-        self.versions = sorted(there, key=_order)
+        self.versions = sorted(there, key=order)
         if version is not None:
             self._one_of("version", version, self.versions)
         self.version = version or self.versions[-1]
@@ -120,9 +121,9 @@ class Tables:
         if not by_version:
             return None
         if name == "nccl_perf":
-            return by_version[max(by_version, key=_order)]
-        not_newer = [version for version in by_version if _order(version) <= _order(self.version)]
-        return by_version[max(not_newer, key=_order) if not_newer else min(by_version, key=_order)]
+            return by_version[max(by_version, key=order)]
+        not_newer = [version for version in by_version if order(version) <= order(self.version)]
+        return by_version[max(not_newer, key=order) if not_newer else min(by_version, key=order)]
 
     def frame(self, name: str) -> pl.DataFrame:
         """A table with its times in seconds, each key once. BadInput where this system or framework has none."""
@@ -181,7 +182,7 @@ class Tables:
         raise BadInput(f"{wanted[0]!r}: {name} of {self.system} has {', '.join(there)}", source=option)
 
 
-def _order(version: str) -> tuple[int, ...]:
+def order(version: str) -> tuple[int, ...]:
     """A version as something to sort by: 1.3.0rc20 before 1.3.0, 0.5.6 before 0.5.6.post2."""
     words = {"dev": -4, "a": -3, "b": -2, "rc": -1, "post": 1}
     parts = re.findall(r"\d+|[a-z]+", version.lower())

@@ -10,8 +10,10 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from sim import bench, output
+from sim.capacity import Capacity, by_goodput
 from sim.capacity import capacity as search_capacity
 from sim.compare import compare as compare_policies
+from sim.cost import HEADROOM, SPARE
 from sim.cost import cost as find_cost
 from sim.errors import BadInput, unknown
 from sim.listing import LISTS, explain
@@ -19,7 +21,9 @@ from sim.options import Count, Options, Seeds, answer, keep, progress, say, virt
 from sim.parallel import cores, installed
 from sim.planner import budget as find_budget
 from sim.policies import COMPARED, POLICIES
+from sim.scenario import Scenario
 from sim.simulate import simulate
+from sim.verdicts import verdicts
 
 MOST_TOKENS = 2**31
 WORTH_PROCESSES = 5_000  # requests in all; below, starting processes takes longer than it saves
@@ -103,9 +107,12 @@ def capacity(
     policies: str | None = None,
     tolerance: float = 0.01,
     seeds: Seeds = 5,
+    goodput: float | None = None,
     options: Options = Options(),
 ) -> None:
     """Find the highest arrival rate that meets the scenario's SLO, per policy, with an interval.
+
+    Which of two policies holds more is said where the seeds can tell.
 
     Parameters
     ----------
@@ -115,25 +122,39 @@ def capacity(
         When bisection stops: how far, relatively, the lowest failing rate may be from the highest passing one.
     seeds
         How many independent searches make the interval; 1 for none.
+    goodput
+        Find the rate at which this share of the requests meets all limits per request (0.9, say), whatever the
+        percentiles are; an SLO with limits on percentiles is searched as well.
     """
     virtual(options, "a search")
     one = options.scenario(scenario)
     _check_search(tolerance, seeds)
-    with progress("searches") as advance:
-        found = search_capacity(
-            one,
-            _policies(policies, options.policy),
-            tolerance=tolerance,
-            seeds=seeds,
-            workers=cores(),
-            progress=advance,
-        )
-    result: dict[str, Any] = {"results": [one_policy.to_dict() for one_policy in found]}
+    if goodput is not None and not 0 < goodput <= 1:
+        raise BadInput(f"{goodput:g} must be greater than 0 and at most 1", source="--goodput")
+    chosen = _policies(policies, options.policy)
+    shared = by_goodput(one, goodput) if goodput is not None else None
+    asked = one if shared is None or one.slo.percentiles else shared
+
+    def find(what: Scenario) -> Sequence[Capacity]:
+        with progress("searches") as advance:
+            return search_capacity(what, chosen, tolerance=tolerance, seeds=seeds, workers=cores(), progress=advance)
+
+    found = find(asked)
+    pairs = verdicts(found, tolerance)
+    result: dict[str, Any] = {"results": [one_policy.to_dict() for one_policy in found], "verdicts": pairs}
+    pages = [(found, asked, pairs)]
+    if shared is not None:
+        if shared is not asked:
+            found_too = find(shared)
+            pages.append((found_too, shared, verdicts(found_too, tolerance)))
+        by_share, _, pairs_too = pages[-1]
+        rows = [one_policy.to_dict() for one_policy in by_share]
+        result["goodput"] = {"share": goodput, "results": rows, "verdicts": pairs_too}
     if options.rate is not None:  # which the search tries first
         for row, one_policy in zip(result["results"], found, strict=True):
             row["asked"] = {"rate": options.rate, "feasible": one_policy.trials[0].met}
     keep(options, one, "capacity.json", result)
-    answer(options, one, result, lambda show: show.capacities(found, one, asked=options.rate))
+    answer(options, one, result, lambda show: show.capacity_pages(pages, asked=options.rate))
 
 
 @app.command
@@ -184,7 +205,15 @@ def budget(
 
 
 @app.command
-def cost(scenario: str, *, tolerance: float = 0.01, seeds: Seeds = 5, options: Options = Options()) -> None:
+def cost(
+    scenario: str,
+    *,
+    tolerance: float = 0.01,
+    seeds: Seeds = 5,
+    headroom: float = HEADROOM,
+    spare: Count = SPARE,
+    options: Options = Options(),
+) -> None:
     """Find the cost per million output tokens at SLO capacity, with sensitivities.
 
     Without an [slo] it is the cost at the scenario's own rate.
@@ -195,12 +224,22 @@ def cost(scenario: str, *, tolerance: float = 0.01, seeds: Seeds = 5, options: O
         As for capacity.
     seeds
         As for capacity.
+    headroom
+        Share of the capacity that one plans to use.
+    spare
+        Replicas beside those that carry the load.
     """
     virtual(options, "a search")
     one = options.scenario(scenario)
     _check_search(tolerance, seeds)
+    if not 0 < headroom <= 1:
+        raise BadInput(f"{headroom:g} must be greater than 0 and at most 1", source="--headroom")
+    if not 0 <= spare <= 1000:
+        raise BadInput(f"{spare} must be from 0 to 1000", source="--spare")
     with progress("searches") as advance:
-        result = find_cost(one, tolerance=tolerance, seeds=seeds, workers=cores(), progress=advance)
+        result = find_cost(
+            one, tolerance=tolerance, seeds=seeds, headroom=headroom, spare=spare, workers=cores(), progress=advance
+        )
     keep(options, one, "cost.json", result)
     answer(options, one, result, lambda show: show.cost(result, one))
 
@@ -250,6 +289,8 @@ _calibrate.command("calibrate.commands:measure", name="measure", help="Measure t
 _calibrate.command("calibrate.commands:fit", name="fit", help="Fit a latency profile to measured iterations.")
 _calibrate.command("calibrate.commands:show", name="show", help="Show a profile: its source, errors and range.")
 _calibrate.command("calibrate.paper.commands:paper", name="paper", help="Fit the profiles of the paper's deployments.")
+_calibrate.command("calibrate.score_commands:score", name="score", help="Forecast public serving measurements.")
+_calibrate.command("calibrate.score_commands:profiles", name="profiles", help="Make the profiles that are shipped.")
 _import = App(name="import", help="Import public measurements: kernel tables, Vidur's profiles, anyone's iterations.")
 for _kind, _code, _help in (
     ("aiconfigurator", "aiconfigurator", "Compose iterations from the kernel tables of aiconfigurator-core."),
@@ -257,6 +298,9 @@ for _kind, _code, _help in (
     ("table", "table", "Check anyone's table of measured iterations and convert it."),
 ):
     _import.command(f"calibrate.import_commands:{_code}", name=_kind, help=_help)
+_import.command(
+    "calibrate.bench_commands:bench", name="bench", help="Refit a profile to results of `vllm bench serve`."
+)
 _calibrate.command(_import)
 app.command(_calibrate)
 _scenario = App(name="scenario", help="Make a scenario from what another tool was told.")
@@ -269,3 +313,4 @@ app.command("calibrate.paper.commands:reproduce", name="reproduce", help="The pa
 app.command("sim.sweep_command:sweep", name="sweep", help="Run many variations of a scenario: a row for each.")
 app.command("sim.report_commands:report", name="report", help="Make a self-contained HTML page of kept results.")
 app.command("sim.report_commands:chart", name="chart", help="Save one chart of kept results as a picture.")
+app.command("sim.plan_command:plan", name="plan", help="The cheapest of many deployments that serves a demand.")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from sim.capacity import Capacity, capacity, check
+from sim.capacity import UNSCALED, Capacity, Search, capacity, check, scaled, search
 from sim.errors import BadInput
+from sim.parallel import each
 from sim.scenario import Scenario
 from sim.simulate import plan, workload
 from sim.workload import mean_rate
@@ -15,6 +18,9 @@ SECONDS_PER_HOUR = 3600
 MILLION = 1e6
 LOADS = (0.5, 0.7, 0.85, 1.0)  # shares of capacity that a deployment may be run at
 SLO_SCALES = (0.5, 2.0)  # a stricter and a more relaxed SLO
+LENGTH_SCALES = (0.8, 1.25)  # shorter and longer prompts, or outputs
+HEADROOM = 0.8  # share of capacity that one plans to use
+SPARE = 1  # replicas beside those that carry the load
 
 
 def per_million(gpu_hour: float, devices: int, rate: float, tokens: float) -> float | None:
@@ -27,30 +33,56 @@ def cost(
     *,
     tolerance: float = 0.01,
     seeds: int = 5,
+    headroom: float = HEADROOM,
+    spare: int = SPARE,
     workers: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Cost of tokens at SLO capacity, ready for JSON; at the scenario's own rate where it has no [slo].
 
-    `sensitivity` has the cost at part of the capacity, at a price 10 % lower and higher, and at half and twice the
-    latency limits of the SLO (its own searches, one seed each).
+    `planned` is the same at `headroom` of that capacity, with `spare` replicas beside those that carry it.
+    `sensitivity` has the cost at part of the capacity, at a price 10 % lower and higher, at half and twice the latency
+    limits of the SLO, and with prompts and outputs shorter and longer (their own searches, one seed each).
     """
     devices = plan(scenario).devices
     price = scenario.cost.gpu_hour
     requests = workload(scenario)
-    output = float(requests.outputs.mean())
-    total = float(requests.prompts.mean()) + output
+    output, prompt = float(requests.outputs.mean()), float(requests.prompts.mean())
     limited = bool(scenario.slo.percentiles) or scenario.slo.attainment is not None
-    held = _capacity(scenario, tolerance, seeds, workers, progress) if limited else None
+    others = [*_by_slo(scenario), *_by_lengths(scenario)] if limited else []
+    total = seeds + len(others)
+
+    def advance(done: int, _: int = 0) -> None:
+        if progress:
+            progress(done, total)
+
+    held = _capacity(scenario, tolerance, seeds, workers, advance) if limited else None
     rate = held.rate if held else _own_rate(scenario)
     interval = held.interval if held else None
+    near = held.rate or None if held and held.limited_by else None
+    found: dict[int, Search] = {}
+    for place, one in each(partial(_search, tolerance, near), others, workers=workers):
+        found[place] = one
+        advance(seeds + len(found))
+    varied: dict[str, dict[str, Any]] = {"slo": {}, "prompt": {}, "output": {}}
+    if held:
+        varied["slo"]["1.0"] = {"rate": held.rate, "limited_by": held.limited_by}
+    for place, other in enumerate(others):
+        one = found[place]
+        tokens = float(scaled(requests, other.lengths, scenario.engine.max_model_tokens).outputs.mean())
+        varied[other.what][other.scale] = {
+            "rate": one.rate,
+            "per_million_output_tokens": per_million(price, devices, one.rate, tokens),
+            "limited_by": one.limited_by,
+        }
     return {
         "name": scenario.name,
         "policy": scenario.scheduler.policy,
         "per_million_output_tokens": per_million(price, devices, rate, output),
-        "per_million_tokens": per_million(price, devices, rate, total),
+        "per_million_input_tokens": per_million(price, devices, rate, prompt),
+        "per_million_tokens": per_million(price, devices, rate, prompt + output),
         "interval_per_million_output_tokens": interval
-        and [per_million(price, devices, each, output) for each in reversed(interval)],
+        and [per_million(price, devices, bound, output) for bound in reversed(interval)],
         "rate": rate,
         "rate_from": "capacity" if held else "scenario",
         "rate_interval": interval,
@@ -58,18 +90,38 @@ def cost(
         "devices": devices,
         "gpu_hour": price,
         "mean_output_tokens": output,
-        "mean_prompt_tokens": total - output,
+        "mean_prompt_tokens": prompt,
+        "planned": _planned(scenario, rate, (prompt, output), headroom if held else None, spare),
         "sensitivity": {
             "load": {str(load): per_million(price, devices, rate * load, output) for load in LOADS},
             "gpu_hour": {str(f): per_million(price * f, devices, rate, output) for f in (0.9, 1.1)},
-            "slo": _by_slo(scenario, tolerance, workers, held, (price, devices, output)) if held else {},
+            **varied,
         },
         "notes": list(held.notes) if held else [],
     }
 
 
+def _planned(
+    scenario: Scenario, rate: float, lengths: tuple[float, float], headroom: float | None, spare: int
+) -> dict[str, Any]:
+    """Cost at the share of capacity that one plans to use, and with replicas to spare. A rate that is given is the load
+    already, so it has no headroom."""
+    parallel, price, (prompt, output) = scenario.deployment, scenario.cost.gpu_hour, lengths
+    devices = parallel.tensor_parallel * parallel.pipeline_parallel * (parallel.replicas + spare)
+    used = rate * headroom if headroom is not None else rate
+    return {
+        "headroom": headroom,
+        "spare": spare,
+        "rate": used,
+        "devices": devices,
+        "per_million_output_tokens": per_million(price, devices, used, output),
+        "per_million_input_tokens": per_million(price, devices, used, prompt),
+        "per_million_tokens": per_million(price, devices, used, prompt + output),
+    }
+
+
 def _capacity(
-    scenario: Scenario, tolerance: float, seeds: int, workers: int, progress: Callable[[int, int], None] | None = None
+    scenario: Scenario, tolerance: float, seeds: int, workers: int, progress: Callable[[int, int], None]
 ) -> Capacity:
     check(scenario)
     (held,) = capacity(
@@ -78,21 +130,35 @@ def _capacity(
     return held
 
 
-def _by_slo(
-    scenario: Scenario, tolerance: float, workers: int, held: Capacity, terms: tuple[float, int, float]
-) -> dict[str, Any]:
-    """Rate and cost with the latency limits scaled."""
-    price, devices, output = terms
-    rows = {}
+@dataclass(frozen=True, slots=True)
+class _Other:
+    """One search of the sensitivity."""
+
+    what: str
+    scale: str
+    scenario: Scenario
+    lengths: tuple[float, float] = UNSCALED
+
+
+def _search(tolerance: float, near: float | None, other: _Other) -> Search:
+    return search(other.scenario, tolerance=tolerance, near=near, lengths=other.lengths)
+
+
+def _by_slo(scenario: Scenario) -> Iterator[_Other]:
+    """The latency limits scaled."""
+    own = scenario.for_policy(scenario.scheduler.policy)
     for scale in SLO_SCALES:
         limits = {k: v if k in ("attainment", "first_token_gap") else v * scale for k, v in scenario.slo.root.items()}
-        other = _capacity(scenario.with_(slo=limits), tolerance, 1, workers)
-        rows[str(scale)] = {
-            "rate": other.rate,
-            "per_million_output_tokens": per_million(price, devices, other.rate, output),
-            "limited_by": other.limited_by,
-        }
-    return {"1.0": {"rate": held.rate, "limited_by": held.limited_by}, **rows}
+        yield _Other("slo", str(scale), own.with_(slo=limits))
+
+
+def _by_lengths(scenario: Scenario) -> Iterator[_Other]:
+    """Prompts, then outputs, shorter and longer; cut at what a request may hold."""
+    own = scenario.for_policy(scenario.scheduler.policy)
+    for scale in LENGTH_SCALES:
+        yield _Other("prompt", str(scale), own, (scale, 1.0))
+    for scale in LENGTH_SCALES:
+        yield _Other("output", str(scale), own, (1.0, scale))
 
 
 def _own_rate(scenario: Scenario) -> float:

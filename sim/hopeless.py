@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,15 +11,16 @@ from sim.record import Record
 from sim.scenario import Scenario
 from sim.schema import PERCENTILES
 
-Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+COLUMNS = ("arrival", "scheduled", "first_token", "finish")
 
 
 class Hopeless:
     """Watches a run (`Hopeless(scenario, outputs)(record, now)`); stops it once too many samples exceed a limit.
 
     `because` is then the key of [slo] that failed. A run that is stopped would have failed: of n samples at most
-    n − ceil(n·q) may exceed a percentile's limit, that number grows with n, and n is at most what it would be if all
-    requests were served to their end.
+    n − ceil(n·q) may exceed a percentile's limit (and of n requests all but a share of `attainment` their own limits),
+    that number grows with n, and n is at most what it would be if all requests were served to their end.
     """
 
     def __init__(self, scenario: Scenario, outputs: npt.NDArray[np.int64]) -> None:
@@ -25,6 +28,7 @@ class Hopeless:
         self.time_limit = scenario.engine.time_limit
         self.outputs = outputs
         self.because: str | None = None
+        self.strain = 0.0  # the largest number beyond a limit so far, as a share of what is allowed in all
         self._gaps_seen = 0
         self._long_gaps: dict[str, int] = {}
 
@@ -32,9 +36,10 @@ class Hopeless:
         n = record.offered
         if not n:
             return False
-        columns = {name: _column(record, name)[:n] for name in ("arrival", "scheduled", "first_token", "finish")}
+        columns = {name: _column(record, name)[:n] for name in COLUMNS}
         measured = (columns["arrival"] >= record.measured_from) & (columns["arrival"] <= record.measured_to)
         waits = self._at_least(columns, now)
+        self.strain = 0.0
         for key, limit in self.slo.percentiles.items():
             metric, _, percentile = key.rpartition("_")
             if metric == "tbt":
@@ -43,13 +48,18 @@ class Hopeless:
             else:
                 total = len(self.outputs)
                 exceeding = int((measured & (waits[metric] > limit)).sum()) if metric in waits else 0
-            allowed = total - -(-total * PERCENTILES[percentile] // 1000)
-            if exceeding > allowed:
-                self.because = key
+            self._compare(key, exceeding, total - -(-total * PERCENTILES[percentile] // 1000))
+        if (share := self.slo.attainment) is not None:
+            self._compare("attainment", self._bad(record, columns, waits), _may_miss(len(self.outputs), share))
         self._gaps_seen = len(record.gaps)
         return self.because is not None
 
-    def _at_least(self, columns: dict[str, npt.NDArray[np.float64]], now: float) -> dict[str, npt.NDArray[np.float64]]:
+    def _compare(self, key: str, exceeding: int, allowed: int) -> None:
+        if exceeding > allowed:
+            self.because = key
+        self.strain = max(self.strain, exceeding / max(1, allowed))
+
+    def _at_least(self, columns: dict[str, Floats], now: float) -> dict[str, Floats]:
         """What each request's durations come to at least, counting what has not happened yet up to now.
 
         With a time limit, requests that are cut off have no TTFT and no E2E, so only what has happened counts there.
@@ -65,6 +75,21 @@ class Hopeless:
             "e2e": reached["finish"] - arrival,
         }
 
+    def _bad(self, record: Record, columns: dict[str, Floats], waits: dict[str, Floats]) -> int:
+        """Requests that miss a limit of their own already; refused ones miss it whatever it is."""
+        n = len(columns["arrival"])
+        bad = np.zeros(n, dtype=bool)
+        bad[list(record.reasons)] = True
+        for key, limit in self.slo.per_request.items():
+            if key == "tbt_max":
+                bad |= (_column(record, "longest_gap")[:n] > limit) & (self.outputs[:n] > 1)
+            elif key == "tpot":
+                gaps = np.where(self.outputs[:n] > 1, self.outputs[:n] - 1, np.nan)
+                bad |= (columns["finish"] - columns["first_token"]) / gaps > limit
+            else:
+                bad |= waits[key] > limit
+        return int(bad.sum())
+
     def _gaps_over(self, record: Record, key: str, limit: float) -> int:
         """Gaps beyond the limit so far; only those since the last look are looked at."""
         gaps = np.array(record.gaps[self._gaps_seen :])
@@ -73,7 +98,26 @@ class Hopeless:
         return self._long_gaps[key]
 
 
-def _column(record: Record, name: str) -> npt.NDArray[np.float64]:
+class Alone(Hopeless):
+    """Watches requests that are served one at a time: also stops once that is unlikely to fail in the end."""
+
+    ENOUGH = 0.05  # of the requests, to see how it goes
+    LIKELY = 0.8
+
+    def __call__(self, record: Record, now: float) -> bool:
+        done = record.done / len(self.outputs)
+        return super().__call__(record, now) or (done >= self.ENOUGH and self.strain < self.LIKELY * done)
+
+
+def _may_miss(n: int, share: float) -> int:
+    """The most of n requests that may miss their limits where (n − missed) / n must be at least `share`."""
+    missed = min(n, ceil(n * (1 - share)) + 1)
+    while missed and (n - missed) / n < share:
+        missed -= 1
+    return missed
+
+
+def _column(record: Record, name: str) -> Floats:
     """A copy: the record goes on growing."""
-    column: npt.NDArray[np.float64] = np.array(getattr(record, name))
+    column: Floats = np.array(getattr(record, name))
     return column

@@ -158,7 +158,12 @@ class Profile(Table):
         """How near it comes to what it was fitted to."""
         if self.errors is not None:
             half, most = self.errors.held_out_median, self.errors.held_out_p90
-            return f"within {half:.1%} of half and {most:.1%} of nine tenths of the measurements held out"
+            rows = (
+                "iterations composed from kernel tables, held out"
+                if "tables" in self.provenance
+                else "measurements held out"
+            )
+            return f"within {half:.1%} of half and {most:.1%} of nine tenths of the {rows}"
         errors = sorted(one.error for one in self.residuals if one.fitted)
         if not errors:
             return "nothing to compare it with"

@@ -155,7 +155,7 @@ class Replica:
     def cut_off(self) -> None:
         """The run is over: note how far the requests that are still here have come, and what the stages still did."""
         scheduler = self.scheduler
-        here = [*scheduler.waiting, *scheduler.unfinished]
+        here = [*scheduler.waiting, *scheduler.arriving, *scheduler.unfinished]
         groups = [batch.group for batch in self.in_flight] + [scheduler.decoding]
         for group in groups:
             if group is not None:

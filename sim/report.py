@@ -15,6 +15,7 @@ from sim.executor import Spent
 from sim.profile import load
 from sim.record import COMPLETED, REFUSED, STEP_COLUMNS, UNFINISHED, Record
 from sim.roofline import RooflineTable
+from sim.saturation import Saturation, saturation
 from sim.scenario import Scenario
 from sim.schema import DISTRIBUTIONS
 from sim.workload import Workload
@@ -155,6 +156,7 @@ class Report:
             "slo_met": all(verdict["met"] for verdict in slo.values()) if slo else None,
             "attainment": None if self._good is None else _ratio(int(self._good.sum()), record.offered),
             "goodput": None if self._good is None else self._per_second(int(self._good.sum())),
+            **self.saturation.to_dict(),
             "devices": self.plan.devices,
             "time_share": self._time_share(),
             "left_out": int(record.offered - self._measured.sum()),
@@ -177,6 +179,20 @@ class Report:
         if 0 < n < 100:
             said.append(f"P99 of a distribution over {n} requests is its maximum")
         return said
+
+    @cached_property
+    def saturation(self) -> Saturation:
+        """Whether the queue grew for as long as requests arrived; unknown in a closed loop."""
+        if self.workload.arrivals is None or not self.record.iterations:
+            return Saturation()
+        tokens = (self.workload.prompts + self.workload.outputs)[: self.record.offered]
+        served = self._served
+        return saturation(
+            self._times("arrival")[served],
+            self._times("scheduled")[served],
+            tokens[served].astype(np.float64),
+            replicas=self.plan.deployment.replicas,
+        )
 
     @property
     def duration(self) -> float | None:

@@ -22,7 +22,11 @@ from sim.request import Batch, Request
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a replica may hold and a batch may contain; the [engine] and [scheduler] tables of a scenario."""
+    """What a replica may hold and a batch may contain; the [engine] and [scheduler] tables of a scenario.
+
+    With `overlap` a batch is decided while the one before it executes, as engines of today do to hide the host's time:
+    a request that arrives meanwhile is not in the next batch but in the one after it.
+    """
 
     policy: str
     num_blocks: int
@@ -32,6 +36,7 @@ class Limits:
     max_model_tokens: int = 8192
     max_batch_tokens: int = 8192
     token_budget: int = 512
+    overlap: bool = False
 
     @property
     def reservation(self) -> int | None:
@@ -55,6 +60,7 @@ class Scheduler:
 
     __slots__ = (
         "admissions",
+        "arriving",
         "blocks",
         "decoding",
         "held",
@@ -75,6 +81,7 @@ class Scheduler:
         self.policy = POLICIES[limits.policy]
         self.blocks = Blocks(limits.num_blocks, limits.block_tokens, limits.watermark, limits.reservation)
         self.waiting: deque[Request] = deque()
+        self.arriving: list[Request] = []  # with `overlap`: came after the next batch was decided
         self.unfinished: list[Request] = []  # in order of admission
         self.decoding: Decodes | None = None
         self.held = 0  # requests admitted and not finished, in flight or not
@@ -86,7 +93,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; requests are added in order of (arrival, id)."""
-        self.waiting.append(request)
+        late = self.limits.overlap and self.held
+        (self.arriving if late else self.waiting).append(request)
         self.outstanding += request.prompt
 
     def schedule(self, now: float) -> Batch | None:
@@ -94,6 +102,11 @@ class Scheduler:
         self.now = now
         batch = Batch()
         self.policy(self, batch)
+        if self.arriving:
+            self.waiting.extend(self.arriving)
+            self.arriving.clear()
+            if not (batch.decodes or batch.chunks):
+                self.policy(self, batch)
         if not (batch.decodes or batch.chunks):
             self.preempted += batch.preempted
             return None

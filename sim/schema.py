@@ -63,6 +63,7 @@ class SchedulerTable(Table):
 
     policy: Annotated[str, one_of("policy", POLICIES)] = "stall-free"
     token_budget: Budget = 512
+    overlap: bool = False  # the next batch is decided while one executes: an arrival waits an iteration more
 
 
 class PolicyTable(Table):

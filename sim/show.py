@@ -11,11 +11,13 @@ from rich.text import Text
 
 from sim.capacity import Capacity
 from sim.report import times_from
+from sim.saturation import sentence
 from sim.scenario import Scenario
 from sim.simulate import Plan
 from sim.text import number as number
 from sim.text import percent as percent
 from sim.text import seconds as seconds
+from sim.verdicts import line
 
 METRICS = {
     "ttft_s": "TTFT",
@@ -41,6 +43,7 @@ Summary = Mapping[str, Any]
 def run(summary: Summary, plan: Plan) -> RenderableType:
     """One run: what served what, the distributions, the verdict, the machine."""
     return Group(
+        *_saturated([summary]),
         _title(summary["name"], deployed(plan)),
         _counts(summary),
         "",
@@ -83,11 +86,25 @@ def compare(summaries: Sequence[Summary], plan: Plan) -> RenderableType:
     notes = list(dict.fromkeys(note for summary in summaries for note in summary["notes"]))
     offered = f"the same {summaries[0]['offered']:,} requests under each policy"
     head = _title(summaries[0]["name"], f"{_where(plan)} · {offered}")
-    return Group(head, "", table, *_notes([*notes, summaries[0]["times_from"]]))
+    return Group(*_saturated(summaries), head, "", table, *_notes([*notes, summaries[0]["times_from"]]))
 
 
-def capacities(found: Sequence[Capacity], scenario: Scenario, *, asked: float | None = None) -> RenderableType:
-    """Capacity per policy, with what limits it, and whether the rate that was `asked` for is within it."""
+Verdicts = Sequence[Mapping[str, Any]]
+
+
+def capacity_pages(
+    pages: Sequence[tuple[Sequence[Capacity], Scenario, Verdicts]], *, asked: float | None = None
+) -> RenderableType:
+    """One page of capacities for each SLO."""
+    parts: list[RenderableType] = [part for page in pages for part in ("", capacities(*page, asked=asked))]
+    return Group(*parts[1:])
+
+
+def capacities(
+    found: Sequence[Capacity], scenario: Scenario, verdicts: Verdicts, *, asked: float | None = None
+) -> RenderableType:
+    """Capacity per policy, with what limits it, whether the rate that was `asked` for is within it, and which holds
+    more."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading, justify in (
         ("policy", "left"),
@@ -105,11 +122,13 @@ def capacities(found: Sequence[Capacity], scenario: Scenario, *, asked: float | 
     notes = dict.fromkeys(note for one in found for note in one.notes)
     searches = len(found[0].seeds)
     meaning = f"interval: smallest and largest of {searches} searches on other seeds" if searches > 1 else ""
+    told: list[RenderableType] = ["", *(Text(line(verdict)) for verdict in verdicts)] if verdicts else []
     return Group(
         _title(scenario.name, "SLO: " + ", ".join(limits)),
         "",
         table,
         *(["", *_answers(found, asked)] if asked is not None else []),
+        *told,
         *_notes([*filter(None, [meaning]), *notes, times_from(scenario)]),
     )
 
@@ -163,7 +182,13 @@ def cost(result: Mapping[str, Any], scenario: Scenario) -> RenderableType:
     interval = result["interval_per_million_output_tokens"]
     between = f"{number(interval[0])} to {number(interval[1])} over seeds" if interval and None not in interval else ""
     table.add_row("per million output tokens", number(result["per_million_output_tokens"]), between)
+    table.add_row("per million input tokens", number(result["per_million_input_tokens"]), "all of it on the prompts")
     table.add_row("per million tokens", number(result["per_million_tokens"]), "prompt and output")
+    planned = result["planned"]
+    at = f"at {planned['headroom']:.0%} of that rate" if planned["headroom"] is not None else "at that rate"
+    spare = f", {planned['spare']} spare: {_devices(planned['devices'])}"
+    for label, key in (("output", "output_tokens"), ("input", "input_tokens"), ("all", "tokens")):
+        table.add_row(f"planned, {label} tokens", number(planned[f"per_million_{key}"]), at + spare)
     sensitivity = result["sensitivity"]
     for load, price in sensitivity["load"].items():
         if load != "1.0":
@@ -174,6 +199,10 @@ def cost(result: Mapping[str, Any], scenario: Scenario) -> RenderableType:
         if scale != "1.0":
             told = number(row["per_million_output_tokens"]) if row["rate"] else "not feasible"
             table.add_row("  output", told, f"with latency limits × {scale}: {number(row['rate'])} requests/s")
+    for part in ("prompt", "output"):
+        for scale, row in sensitivity[part].items():
+            told = number(row["per_million_output_tokens"]) if row["rate"] else "not feasible"
+            table.add_row("  output", told, f"with {part}s × {scale}: {number(row['rate'])} requests/s")
     where = f"{_devices(result['devices'])} at {result['gpu_hour']:g} an hour each (a parameter: [cost] gpu_hour)"
     head = _title(result["name"], f"{result['policy']} · {where}")
     return Group(head, "", table, *_notes([*result["notes"], times_from(scenario)]))
@@ -264,6 +293,13 @@ def _counts(summary: Summary) -> str:
     parts += [f"{summary['unfinished']:,} unfinished"] if summary["unfinished"] else []
     parts += [f"{refused:,} refused ({', '.join(summary['refused'])})"] if refused else []
     return f"{', '.join(parts)} in {seconds(summary['duration_s'])} of the clock, {summary['iterations']:,} iterations"
+
+
+def _saturated(summaries: Sequence[Summary]) -> list[RenderableType]:
+    """First of all, that a run is no forecast: of one, or of which of several."""
+    told = [(summary["policy"], sentence(summary)) for summary in summaries]
+    many = len(summaries) > 1
+    return [Text(f"{policy}: {said}" if many else said, style="yellow") for policy, said in told if said]
 
 
 def _distributions(summary: Summary) -> Table:

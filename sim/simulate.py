@@ -157,6 +157,7 @@ def _limits(scenario: Scenario) -> Limits:
         max_model_tokens=engine.max_model_tokens,
         max_batch_tokens=engine.max_batch_tokens or engine.max_model_tokens,
         token_budget=budget,
+        overlap=scenario.scheduler.overlap,
     )
 
 
@@ -194,22 +195,26 @@ def _executor(
         assert model is not None  # Scenario.check
         assert device is not None
         return partial(Roofline, latency, model, device, parallel.tensor_parallel, parallel.pipeline_parallel)
-    profile = _profile(scenario, latency.name, model)
+    profile = _profile(scenario, latency.name, model, device)
     if profile.coefficients is not None:
         return partial(ProfileLatency, profile)
     assert model is not None  # Scenario.check
     assert device is not None
-    if device.name != profile.device:
-        what = f"profile {latency.name!r} is of {profile.device!r}, not {device.name!r}"
-        raise BadInput(what, key="[latency] name")
     return partial(ProfileRoofline, profile, model, device)
 
 
-def _profile(scenario: Scenario, name: str, model: hardware.Model | None) -> Profile:
-    """The profile, if it is of the model and the parallelism that the scenario has."""
+def _profile(scenario: Scenario, name: str, model: hardware.Model | None, device: hardware.Device | None) -> Profile:
+    """The profile, if it is of the model, the weights, the device and the parallelism that the scenario has."""
     profile, parallel = load(name, scenario.directory), scenario.deployment
     if model is not None and profile.model != model.name:
         what = f"profile {name!r} was measured with {profile.model!r}, not {model.name!r}"
+        raise BadInput(what, key="[latency] name")
+    if device is not None and profile.device != device.name:
+        what = f"profile {name!r} was measured on {profile.device!r}, not {device.name!r}"
+        raise BadInput(what, key="[latency] name")
+    weights = profile.provenance.get("weights_dtype")
+    if model is not None and weights is not None and (weights == "fp8") != (model.dtype == "fp8"):
+        what = f"profile {name!r} is of weights in {weights}, not {model.dtype}"
         raise BadInput(what, key="[latency] name")
     for key in ("tensor_parallel", "pipeline_parallel"):
         if (own := getattr(profile, key)) != (asked := getattr(parallel, key)):

@@ -85,23 +85,24 @@ class Study:
         What only keys together can be wrong in (a model that does not fit its device) is not looked at here.
         """
         path = Path(path)
-        return cls._built(_table(read_toml(path, "study", LARGEST_FILE), str(path)), path, settings)
+        return cls.of(_table(read_toml(path, "study", LARGEST_FILE), str(path)), path, settings)
 
     @classmethod
     def from_toml(cls, text: str, directory: str | Path = ".") -> Study:
         """Read a study from text, as `load`; its relative paths are relative to `directory`."""
         path = Path(directory) / "study"
-        return cls._built(_table(parse_toml(text, str(path), "study"), str(path)), path, ())
+        return cls.of(_table(parse_toml(text, str(path), "study"), str(path)), path)
 
     @classmethod
-    def _built(cls, table: StudyTable, path: Path, settings: Sequence[Setting]) -> Study:
+    def of(cls, table: StudyTable, path: Path, settings: Sequence[Setting] = (), base: Scenario | None = None) -> Study:
+        """The study that a table at `path` says, of the scenario that it names where `base` is not given."""
         try:
             fixed, grid = _flat(table.fixed, "[set]"), _grid(table.grid)
             listed = [_flat(point, "[list]") for point in table.listed]
             _check_axes(fixed, grid, listed, settings)
         except BadInput as error:
             raise error.within(source=str(path)) from None
-        base = Scenario.load(os.path.normpath(path.parent / table.scenario))
+        base = base or Scenario.load(os.path.normpath(path.parent / table.scenario))
         folders = (path.resolve().parent, base.directory)
         own = [Setting(key, _located(key, value, *folders), "[set]") for key, value in fixed.items()]
         given = [replace(one, value=_located(one.path, one.value, base.directory, Path.cwd())) for one in settings]

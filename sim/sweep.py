@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from sim import output
 from sim.capacity import capacity
+from sim.compare import flat
 from sim.cost import per_million
 from sim.errors import BadInput
 from sim.journal import Outcome, Outcomes, journal, nowhere
@@ -99,14 +100,23 @@ def run(
     workers: int | None = None,
     executor: Executor | None = None,
     progress: Callable[[int, int], None] | None = None,
+    find: Find | None = None,
+    asked: Any = None,
+    files: Callable[[Sweep], Mapping[str, bytes]] | None = None,
 ) -> Sweep:
-    """As `sweep`, with what became of each point."""
+    """As `sweep`, with what became of each point.
+
+    `find` makes a row of a scenario instead of what the study asks for; what it does depends on `asked` (ready for
+    JSON), and `files` are what is kept of it.
+    """
     total = len(study.points)
     identity = {"version": installed(), **study.identity}
+    if asked is not None:
+        identity["study"] = [identity["study"], asked]
     with journal(out, identity, resume=resume) if out else nowhere() as (outcomes, keep):
         done: Outcomes = {point: one for point, one in outcomes.items() if point < total and not one.again}
         tasks = [(point, study.settings(values)) for point, values in enumerate(study.points) if point not in done]
-        task = Task(study.base, study.search, {path: digest(path) for path in study.files})
+        task = Task(study.base, study.search, {path: digest(path) for path in study.files}, find)
         if progress:
             progress(len(done), total)
         for one in _outcomes(task, tasks, workers or cores(), executor):
@@ -116,11 +126,12 @@ def run(
                 progress(len(done), total)
         result = Sweep(study, [done[point] for point in range(total)])
         if out:
-            output.write(out, result.files)
+            output.write(out, files(result) if files else result.files)
     return result
 
 
 Point = tuple[int, list[Setting]]
+Find = Callable[[Scenario], dict[str, Any]]  # picklable
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +141,7 @@ class Task:
     base: Scenario
     search: SearchTable | None
     digests: Mapping[Path, str]
+    find: Find | None = None
 
 
 def outcome(task: Task, point: Point) -> Outcome:
@@ -145,7 +157,10 @@ def outcome(task: Task, point: Point) -> Outcome:
         for path in files_of(scenario):
             if digest(path) != task.digests.get(path, ""):
                 return failed(f"{path} is not what it was where the sweep was begun", again=True)
-        results = _run(scenario) if task.search is None else _capacity(scenario, task.search)
+        if task.find is not None:
+            results = task.find(scenario)
+        else:
+            results = _run(scenario) if task.search is None else _capacity(scenario, task.search)
         json.dumps(results, allow_nan=False)  # what no journal could keep is a bug as well
         return Outcome(number, time.perf_counter() - started, results)
     except BadInput as error:
@@ -183,17 +198,6 @@ def _capacity(scenario: Scenario, search: SearchTable) -> dict[str, Any]:
         "times_from": times_from(scenario),
         "notes": "; ".join([*scenario.notes, *found.notes]),
     }
-
-
-def flat(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested tables as one: names are joined by `_`, lists are a text."""
-    columns: dict[str, Any] = {}
-    for name, value in tables.items():
-        if isinstance(value, Mapping):
-            columns |= {f"{name}_{key}": part for key, part in flat(value).items()}
-        else:
-            columns[name] = "; ".join(value) if isinstance(value, list) else value
-    return columns
 
 
 def _outcomes(task: Task, points: Sequence[Point], workers: int, executor: Executor | None) -> Iterator[Outcome]:

@@ -155,7 +155,7 @@ def test_capacity_prints_one_object(call: Call) -> None:
     out, err = call("capacity", "s.toml", "--json", "--policy", "stall-free", "--seeds", "2")
     document = strict(out)
     (result,) = document["results"]
-    assert err == "" and document.keys() == {"results"}
+    assert err == "" and document.keys() == {"results", "verdicts"}
     assert result.keys() >= {"policy", "rate", "interval", "limited_by", "trials"}
     assert (result["policy"], result["limited_by"]) == ("stall-free", "scheduling_delay_p50")
     assert all(one.keys() >= {"rate", "met"} for one in result["trials"])
@@ -179,7 +179,11 @@ def test_check_prints_one_object_and_runs_nothing(call: Call, monkeypatch: pytes
     assert err == ""
     assert (meaning["kv_blocks"], meaning["kv_blocks_from"], meaning["requests"]) == (400, "given", 60)
     written = tomllib.loads(meaning["scenario"])
-    assert written["scheduler"] == {"policy": "stall-free", "token_budget": 512}  # every default filled in
+    assert written["scheduler"] == {
+        "policy": "stall-free",
+        "token_budget": 512,
+        "overlap": False,
+    }  # every default filled in
 
 
 @pytest.mark.parametrize("what", ["models", "devices", "profiles", "datasets", "policies"])

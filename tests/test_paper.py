@@ -25,12 +25,12 @@ SHARED = Path(__file__).parents[2] / "shared" / "data" / "measured" / "paper-fig
 SCENARIOS = Path(__file__).parents[1] / "scenarios" / "paper"
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="the public measurements are not here")
 SIMULATED = {"tbt_s": {"p99": 0.5}, "ttft_s": {"p50": 2.0}, "bubble_fraction": 0.2, "rate": 1.0, "duration_s": 300.0}
-SIMULATED |= {"output_tokens": 28439, "first_decode": 70.0, "longest_stall": 6.0, "policy": "orca"}
+SIMULATED |= {"output_tokens": 28439, "first_decode": 70.0, "longest_stall": 6.0}
 
 
 def work(tasks: Sequence[Task]) -> list[dict[str, Any]]:
     """Stands for searches and runs."""
-    return [dict(SIMULATED) for _ in tasks]
+    return [SIMULATED | {"policy": task.scenario.scheduler.policy} for task in tasks]
 
 
 @pytest.mark.parametrize("name", STUDIED)
@@ -44,10 +44,17 @@ def test_the_settings_are_those_of_the_scenario_files(name: str, dataset: str, s
         assert ours["workload"]["arrivals"].pop("clip") == QUIRKS["workload__arrivals__clip"]
         assert ours["slo"].pop("first_token_gap") is True
         assert ours["engine"].pop("time_limit") == 1800
+        assert ours["engine"].pop("schedule_ahead") is True
+        assert theirs["engine"].pop("schedule_ahead") is False
+        assert ours["workload"]["arrivals"].pop("python_seed") == 42
+        ours.pop("latency"), theirs.pop("latency")
         for one in (ours, theirs):
             one["workload"]["arrivals"].pop("rate")
             one.pop("cost")
             one.pop("policy", None)
+        if policy != "orca":  # per stage, which the files do not assume
+            assert ours["engine"].pop("max_sequences") == 128 * DEPLOYMENTS[name].pipeline_parallel
+            assert theirs["engine"].pop("max_sequences") == 128
         assert ours == theirs
 
 
@@ -286,10 +293,11 @@ def test_the_grid_of_48_capacities() -> None:
             for of in ("simulated", "published")
         )
         assert ours == theirs
-    for over in ("orca", "prefill-first"):
+    for over, least in (("orca", 13), ("prefill-first", 11)):
         gains = np.array([abs(row.error or 0.0) for row in rows if row.what.endswith(f"stall-free over {over}")])
         assert len(gains) == 16
-        assert (gains <= 0.15).sum() >= 13
+        assert (gains <= 0.35).all()
+        assert (gains <= 0.15).sum() >= least
 
 
 def test_base_iterations_and_steps() -> None:
@@ -301,7 +309,7 @@ def test_base_iterations_and_steps() -> None:
     assert all(0.1 <= (row.simulated or 0.0) <= 0.5 for row in steps)
     for row in figures.figure_14(work).rows:
         assert row.simulated is not None
-        low, high = {"512": (1.10, 1.35), "1024": (1.0, 1.25), "2048": (0.94, 1.07)}[row.what.rpartition(" ")[2]]
+        low, high = {"512": (1.10, 1.35), "1024": (1.0, 1.25), "2048": (0.94, 1.06)}[row.what.rpartition(" ")[2]]
         assert low <= row.simulated <= high, row
 
 

@@ -459,3 +459,26 @@ def test_the_latest_admission_counts_not_the_arrival() -> None:
     hand.turns()
     assert [request.emitted for request in hand.requests] == [9, 9, 1]
     assert (hand.free, hand.scheduler.held, hand.scheduler.outstanding) == (4, 0, 0)
+
+
+# Overlap
+
+
+def test_with_overlap_an_arrival_is_in_the_batch_after_the_next() -> None:
+    hand = Hand("stall-free", [(4, 5)], overlap=True)
+    batch = hand.ask()
+    hand.add((3, 2))  # while the first batch executes
+    hand.commit(batch)
+    assert hand.turn() == ([0], [])
+    assert hand.turn() == ([0], [(1, 0, 3)])
+
+
+def test_with_overlap_nothing_waits_for_an_idle_replica() -> None:
+    hand = Hand("stall-free", [(4, 1)], overlap=True)
+    batch = hand.ask()
+    hand.add((3, 1))
+    hand.commit(batch)  # the first is done: nothing is left to overlap with
+    assert hand.turn() == ([], [(1, 0, 3)])
+    hand.add((2, 1))
+    assert hand.turn() == ([], [(2, 0, 2)])
+    assert hand.idle

@@ -32,7 +32,7 @@ from sim.sweep import Task, _outcomes, _series, flat, run
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULE = sys.modules["sim.sweep"]  # `sim.sweep` itself is the function
-STUDIES = sorted((ROOT / "scenarios/studies").glob("*.toml"))
+STUDIES = sorted(path for path in (ROOT / "scenarios/studies").glob("*.toml") if not path.name.startswith("plan-"))
 SMALL = """
 scenario = "s.toml"
 [grid]

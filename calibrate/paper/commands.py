@@ -50,7 +50,7 @@ def reproduce(
         print(output.as_json(result), end="")
 
 
-def paper(*deployments: str, to: Path, rounds: int = 6) -> None:
+def paper(*deployments: str, to: Path, rounds: int = 4) -> None:
     """Fit the profiles of the paper's deployments to its published values: one set of figures for each.
 
     Parameters
@@ -60,7 +60,7 @@ def paper(*deployments: str, to: Path, rounds: int = 6) -> None:
     to
         The directory for the profiles, NAME.toml each.
     rounds
-        How many times derivatives are taken at most.
+        Steps of least squares at most; 0 keeps the figures where the fit starts, and says how well the data tell them.
     """
     from calibrate.paper.fit import fit
 

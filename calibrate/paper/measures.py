@@ -31,6 +31,11 @@ def iteration(one: Scenario, decodes: int = 0, context: int = 0, chunks: Iterabl
     return sum(step.seconds) + step.hop * (len(step.seconds) - 1)
 
 
+def stage(one: Scenario, decodes: int = 0, context: int = 0, chunks: Iterable[tuple[int, int]] = ()) -> float:
+    """Seconds of a batch on the longest stage."""
+    return max(plan(one).executor().execute(batch_of(decodes, context, chunks)).seconds)
+
+
 def prefill(one: Scenario, prompt: int, chunk: int) -> float:
     """Seconds of a prompt's iterations, one after the other, in chunks of so many tokens."""
     return sum(iteration(one, chunks=[(start, min(chunk, prompt - start))]) for start in range(0, prompt, chunk))

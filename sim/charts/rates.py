@@ -40,9 +40,9 @@ def capacity(found: Found | Mapping[str, Found], baseline: str | None = None) ->
         lanes = len(frame)
         base = base.encode(alt.Y("label:N", title=None, sort=policies))
     bars = base.mark_bar(opacity=0.9).encode(
-        alt.X("rate:Q", title="arrival rate that meets the SLO (requests/s, all replicas)").scale(
-            theme.window(0, longest * 1.4)
-        ),
+        alt.X("rate:Q", title="arrival rate that meets the SLO (requests/s, all replicas)")
+        .scale(theme.window(0, longest * 1.4))
+        .axis(tickCount=8),
         theme.colours(policies),
         tooltip=[
             *(tip("label", "policy"), tip("rate", "requests/s", FIGURE), tip("limited", "limited by")),
