@@ -7,8 +7,8 @@
 
 `compare` runs the same requests under several policies, `capacity` finds the highest rate that meets a scenario's SLO,
 `budget` the token budget that its TBT limit allows, `cost` what a million tokens costs, `explain` why tokens of a run
-came late, `sweep` runs every point of a study. What cannot be used raises `BadInput`. Charts need Altair, which is
-imported with `sim.charts` and not before.
+came late, `sweep` runs every point of a study, `results` reads what commands kept. What cannot be used raises
+`BadInput`. Charts need Altair, which is imported with `sim.charts` and not before.
 """
 
 from importlib import import_module
@@ -46,7 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """`sim.charts`, when it is asked for."""
-    if name == "charts":
-        return import_module("sim.charts")
+    """`sim.charts` and `sim.results`, when they are asked for."""
+    if name in ("charts", "results"):
+        return import_module(f"sim.{name}")
     raise AttributeError(f"module 'sim' has no attribute {name!r}")

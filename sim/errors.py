@@ -29,6 +29,10 @@ class BadInput(Exception):
         """One line, whatever the parts hold."""
         return " ".join(": ".join(part for part in (self.source, self.key, self.what) if part).split())
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: as on the command line."""
+        return [f"servecast: error: {self}"]
+
     def __reduce__(self) -> tuple[object, ...]:
         """Keeps its parts when it crosses to another process."""
         return _rebuild, (self.what, self.source, self.key)

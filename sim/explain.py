@@ -64,6 +64,16 @@ class Explanation:
     def __repr__(self) -> str:
         return f"Explanation({self.report.plan.scenario.name!r}: {self.summary['verdict']})"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from sim import tables
+
+        told = self.summary
+        found = [tables.causes(told[key], what) for key, what in (("tbt", "gaps"), ("ttft", "first tokens"))]
+        stories = [one["story"] for key in ("tbt", "ttft") for one in told[key]["worst"]]
+        late = [one for one in found if one.rows]
+        return tables.html(told["name"], late, tables.Verdict(told["verdict"]), [*stories, *told["notes"]])
+
     @cached_property
     def gaps(self) -> pl.DataFrame:
         """One row per late gap between two tokens of a request: `excess_s` is what is beyond the limit, `CAUSE_s` adds

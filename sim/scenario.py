@@ -59,7 +59,7 @@ class Scenario(Table):
     @classmethod
     def from_toml(cls, text: str, directory: str | Path = ".") -> Scenario:
         """Read a scenario from text; its relative paths are relative to `directory`."""
-        return cls._build(_parse(text, "scenario"), Path(directory).resolve(), "scenario", ())
+        return cls._build(parse_toml(text, "scenario"), Path(directory).resolve(), "scenario", ())
 
     @classmethod
     def _build(
@@ -216,10 +216,11 @@ def read_toml(path: Path, kind: str, largest: int) -> dict[str, Any]:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadInput(f"not UTF-8: byte {raw[error.start]:#04x} at position {error.start}", source=str(path)) from None
-    return _parse(text, str(path), kind)
+    return parse_toml(text, str(path), kind)
 
 
-def _parse(text: str, source: str, kind: str = "scenario") -> dict[str, Any]:
+def parse_toml(text: str, source: str, kind: str = "scenario") -> dict[str, Any]:
+    """The tables of a TOML text. BadInput names `source` and, for a line that is too long, its number."""
     for row, line in enumerate(text.split("\n"), start=1):
         if len(line) > LONGEST_LINE:
             raise BadInput(f"longer than {LONGEST_LINE} characters: not a {kind}", source=source, key=f"line {row}")

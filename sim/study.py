@@ -30,7 +30,7 @@ from pydantic import Field, ValidationError
 from sim.capacity import check as check_capacity
 from sim.errors import BadInput, shown
 from sim.profile import ProfileTable, shipped
-from sim.scenario import PATHS, Scenario, read_toml
+from sim.scenario import PATHS, Scenario, parse_toml, read_toml
 from sim.schema import PolicyTable
 from sim.settings import Setting, describe
 from sim.table import Table
@@ -85,7 +85,13 @@ class Study:
         What only keys together can be wrong in (a model that does not fit its device) is not looked at here.
         """
         path = Path(path)
-        return cls.of(_table(path), path, settings)
+        return cls.of(_table(read_toml(path, "study", LARGEST_FILE), str(path)), path, settings)
+
+    @classmethod
+    def from_toml(cls, text: str, directory: str | Path = ".") -> Study:
+        """Read a study from text, as `load`; its relative paths are relative to `directory`."""
+        path = Path(directory) / "study"
+        return cls.of(_table(parse_toml(text, str(path), "study"), str(path)), path)
 
     @classmethod
     def of(cls, table: StudyTable, path: Path, settings: Sequence[Setting] = (), base: Scenario | None = None) -> Study:
@@ -213,15 +219,14 @@ def _told(error: BadInput, source: str | None) -> BadInput:
     return BadInput(error.what, source=source, key=f"{error.source} {path}".strip())
 
 
-def _table(path: Path) -> StudyTable:
-    data = read_toml(path, "study", LARGEST_FILE)
+def _table(data: dict[str, Any], source: str) -> StudyTable:
     try:
         table = StudyTable.model_validate(data)
     except ValidationError as error:
         key, what = describe(error, data)
-        raise BadInput(what, source=str(path), key=key) from None
+        raise BadInput(what, source=source, key=key) from None
     if table.capacity is not None and table.what != "capacity":
-        raise BadInput('only with what = "capacity"', source=str(path), key="[capacity]")
+        raise BadInput('only with what = "capacity"', source=source, key="[capacity]")
     return table
 
 

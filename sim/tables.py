@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sim.names import METRICS, is_seconds, short
 from sim.show import number, percent, seconds
+from sim.stories import NAMES
 
 if TYPE_CHECKING:
     import jinja2
@@ -276,6 +277,22 @@ def costs(result: Mapping[str, Any]) -> Table:
         ["mean prompt tokens of a request", number(result["mean_prompt_tokens"], 4)],
     ]
     return Table("Cost", ["", ""], rows, "In the currency of the price, which is a parameter: [cost] gpu_hour.")
+
+
+def causes(told: Mapping[str, Any], what: str) -> Table:
+    """What made gaps or first tokens late (a part of the summary of an explanation), largest first."""
+    if not told["late"]:
+        return Table(f"No late {what}", (), ())
+    rows = [
+        (
+            NAMES[one["cause"]],
+            *(percent(one["share"]), seconds(one["excess_s"]), seconds(one["seconds"])),
+            *(number(one["late"]), number(one["main_in"])),
+        )
+        for one in told["causes"]
+    ]
+    title = f"{told['late']:,} of {told['n']:,} {what} above {seconds(told['limit_s'])}: causes"
+    return Table(title, ("", "of the excess", "excess", "in all", what, "main in"), rows)
 
 
 def validation(result: Mapping[str, Any]) -> list[Table]:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from calibrate import fit as fitting
-from calibrate.paper import measures
-from calibrate.paper.figures import FIGURES, Figure, Task
+from calibrate.paper.figures import FIGURES, Figure, on_cores
 from calibrate.paper.settings import DEPLOYMENTS
 from sim import output
 from sim.errors import BadInput, unknown
 from sim.options import progress, say
-from sim.parallel import cores, each
+from sim.parallel import cores
 
 
 def reproduce(
@@ -40,7 +39,7 @@ def reproduce(
     made = []
     for name in chosen:
         with progress(name) as advance:
-            made.append(FIGURES[name](partial(_work, advance)))
+            made.append(FIGURES[name](partial(on_cores, progress=advance)))
         if not json:
             _show(made[-1])
     result = {"figures": [figure.to_dict() for figure in made]}
@@ -88,28 +87,12 @@ def _name(given: str) -> str:
     return name
 
 
-def _work(advance: Callable[[int, int], None], tasks: Sequence[Task]) -> list[dict[str, Any]]:
-    found: dict[int, dict[str, Any]] = {}
-    for position, one in each(_do, tasks, workers=cores()):
-        found[position] = one
-        advance(len(found), len(tasks))
-    return [found[position] for position in range(len(tasks))]
-
-
-def _do(task: Task) -> dict[str, Any]:
-    if task.search is None:
-        return measures.run(task.scenario)
-    return measures.capacity(task.scenario, task.search)
-
-
 def _table(figures: Sequence[Figure]) -> bytes:
     from io import BytesIO
 
     import polars as pl
 
-    rows = [{"figure": figure.name} | row for figure in figures for row in figure.to_dict()["rows"]]
-    schema = {"figure": pl.String, "what": pl.String, "unit": pl.String}
-    frame = pl.DataFrame(rows, schema=schema | dict.fromkeys(("published", "simulated", "error"), pl.Float64))
+    frame = pl.concat(figure.frame.select(pl.lit(figure.name).alias("figure"), pl.all()) for figure in figures)
     buffer = BytesIO()
     frame.write_parquet(buffer)
     return buffer.getvalue()

@@ -9,15 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from calibrate.paper import measures
 from calibrate.paper.settings import DEPLOYMENTS, POLICIES, SLOS, STUDIED, published, scenario
+from sim.parallel import cores, each
 from sim.profile import load
 from sim.roofline import Figures
 from sim.scenario import Scenario
+from sim.text import number
+
+if TYPE_CHECKING:
+    import polars as pl
 
 NEAR, FAR = 0.15, 0.35  # what counts as reproduced, and as followed
 
@@ -57,6 +63,34 @@ class Figure:
         ]
         return {"figure": self.name, "title": self.title, "reading": self.reading, "rows": rows, "notes": self.notes}
 
+    @property
+    def frame(self) -> pl.DataFrame:
+        """A row for each value: what, unit, published, simulated, error (null where nothing is on record)."""
+        import polars as pl
+
+        schema = {"what": pl.String, "unit": pl.String}
+        numbers = dict.fromkeys(("published", "simulated", "error"), pl.Float64)
+        return pl.DataFrame(self.to_dict()["rows"], schema=schema | numbers)
+
+    def chart(self, by: Callable[[str], str], unit: str | None = None) -> Any:
+        """Simulated against published, as an Altair chart, of the rows of one unit (the first row's by default).
+
+        `by` makes a row's colour of what it is.
+        """
+        from calibrate.paper.chart import against
+
+        return against(self, by, unit or self.rows[0].unit)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from sim import tables
+
+        rows = [
+            (row.what, row.unit, number(row.published), number(row.simulated), _signed(row.error)) for row in self.rows
+        ]
+        table = tables.Table(self.title, ("", "unit", "published", "simulated", "error"), rows)
+        return tables.html(self.name, [table], None, [f"published: {self.reading}", *self.notes])
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -67,6 +101,31 @@ class Task:
 
 
 Work = Callable[[Sequence[Task]], list[dict[str, Any]]]
+
+
+def on_cores(
+    tasks: Sequence[Task],
+    *,
+    requests: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[dict[str, Any]]:
+    """The `work` of a figure on all cores: what each task finds. `progress(done, of)` counts tasks.
+
+    `requests` at most in every run, for a quick look: what has queues is then not the paper's.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for position, one in each(partial(_do, requests), tasks, workers=cores()):
+        found[position] = one
+        if progress:
+            progress(len(found), len(tasks))
+    return [found[position] for position in range(len(tasks))]
+
+
+def _do(requests: int | None, task: Task) -> dict[str, Any]:
+    one = task.scenario
+    if requests is not None and requests < one.workload.requests:
+        one = one.with_(workload__requests=requests)
+    return measures.run(one) if task.search is None else measures.capacity(one, task.search)
 
 
 def figure_1(work: Work) -> Figure:
@@ -92,8 +151,8 @@ def figure_1(work: Work) -> Figure:
         Row("1a: prefill-first, longest stall", "s", told["prefill-first_longest_stall"], first["longest_stall"]),
         Row("1a: stall-free, longest stall", "s", None, free["longest_stall"]),
     ]
-    for number, found in enumerate(rest):
-        where = f"{found['policy']}, {rates[number // 2]:g} req/s"
+    for position, found in enumerate(rest):
+        where = f"{found['policy']}, {rates[position // 2]:g} req/s"
         rows.append(Row(f"1b: P99 TBT, {where}", "s", None, found["tbt_s"]["p99"]))
     return Figure("figure-1", "generation stalls (Yi-34B TP2)", told["reading"], rows)
 
@@ -188,12 +247,12 @@ def figure_9(_work: Work) -> Figure:
 
 def figure_10(work: Work) -> Figure:
     """Capacity of Mistral-7B and Yi-34B."""
-    return _capacities("figure-10", "capacity (Mistral-7B, Yi-34B TP2)", ("mistral-7b", "yi-34b"), work)
+    return capacities("figure-10", "capacity (Mistral-7B, Yi-34B TP2)", ("mistral-7b", "yi-34b"), work)
 
 
 def figure_11(work: Work) -> Figure:
     """Capacity of LLaMA2-70B and Falcon-180B, pipelined."""
-    return _capacities("figure-11", "capacity (LLaMA2-70B and Falcon-180B, TP4-PP2)", STUDIED[2:], work)
+    return capacities("figure-11", "capacity (LLaMA2-70B and Falcon-180B, TP4-PP2)", STUDIED[2:], work)
 
 
 def figure_12(work: Work) -> Figure:
@@ -292,7 +351,8 @@ FIGURES: dict[str, Callable[[Work], Figure]] = {
 }
 
 
-def _capacities(name: str, title: str, deployments: Iterable[str], work: Work) -> Figure:
+def capacities(name: str, title: str, deployments: Iterable[str], work: Work) -> Figure:
+    """Capacities of deployments for both datasets, both SLOs and three policies, as in Figs. 10 and 11."""
     told = published()["capacity"]
     cells = [
         (deployment, dataset, slo, policy)
@@ -335,6 +395,10 @@ def _llama_on_a100(tp: int) -> Scenario:
 def _of(rows: Sequence[Row], ratio: Callable[[Sequence[float]], float]) -> tuple[float, float]:
     """A ratio of the published values, and of the simulated ones."""
     return ratio([row.published or 0.0 for row in rows]), ratio([row.simulated or 0.0 for row in rows])
+
+
+def _signed(error: float | None) -> str:
+    return "–" if error is None else f"{error:+.1%}"
 
 
 def _tally(rows: Sequence[Row], what: str) -> str:
