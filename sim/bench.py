@@ -124,7 +124,7 @@ def _result(report: Report, stretches: Stretches) -> dict[str, Any]:
         "queue_times": [0.0] * n,
         "generated_texts": [""] * n,
         "errors": _errors(report, done),
-        "max_output_tokens_per_s": _busiest_second(start[done], finish[done], tokens),
+        "max_output_tokens_per_s": _busiest_second(start[done], tokens),
         "max_concurrent_requests": _most_at_once(start[done], latency[done]),
         "rtfx": 0.0,
     }
@@ -263,23 +263,23 @@ def _errors(report: Report, done: npt.NDArray[np.bool_]) -> list[str]:
     ]
 
 
-def _busiest_second(start: Floats, finish: Floats, tokens: Pairs) -> float:
+def _busiest_second(start: Floats, tokens: Pairs) -> float:
     """Most output tokens in one second, counted from the first start."""
     times, counts = tokens
     if not len(start):
         return 0.0
-    last = int(np.ceil(finish.max() - start.min())) + 1
-    return float(np.bincount((times - start.min()).astype(np.int64), weights=counts, minlength=last).max())
+    _, second = np.unique(np.floor(times - start.min()), return_inverse=True)
+    return float(np.bincount(second, weights=counts).max())
 
 
 def _most_at_once(start: Floats, latency: Floats) -> int:
     """Most requests that are under way in the same second, counted from the first start."""
     if not len(start):
         return 0
-    began = (start - start.min()).astype(np.int64)
-    ended = (start + latency - start.min()).astype(np.int64) + 1
-    size = int(ended.max()) + 1
-    return int(np.cumsum(np.bincount(began, minlength=size) - np.bincount(ended, minlength=size)).max())
+    began, ended = np.floor(start - start.min()), np.floor(start + latency - start.min()) + 1
+    seconds, place = np.unique(np.concatenate([began, ended]), return_inverse=True)
+    came, went = (np.bincount(one, minlength=len(seconds)) for one in (place[: len(began)], place[len(began) :]))
+    return max(1, int(np.cumsum(came - went).max()))
 
 
 def _column(record: Record, name: str, dtype: type = np.float64) -> npt.NDArray[Any]:

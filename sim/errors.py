@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MOST_NAMES = 40  # that a line names
 LONGEST = 60  # characters of a value or a name in an error
 
 
@@ -53,9 +54,11 @@ def shown(value: object) -> str:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """A sentence for a name that does not exist: the nearest one where one is near, else all of them."""
+    """A sentence for a name that does not exist: the nearest where one is near, else all of them, or some of many."""
     names = sorted(known)
     name = name if len(name) <= LONGEST else name[: LONGEST - 3] + "..."
     near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names[:MOST_NAMES])}"
+    if not near and len(names) > MOST_NAMES:
+        hint = f"{len(names)} are known, among them {', '.join(difflib.get_close_matches(name, names, 3, 0.0))}"
     return f"unknown {kind} {name!r}; {hint}"

@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
@@ -128,10 +128,12 @@ def dask(address: str, say: Callable[[str], None] = lambda _: None) -> Iterator[
         _check_workers(client, say)
         yield executor
     except BaseException:
-        executor.shutdown(wait=False)
+        with suppress(OSError):  # a timeout, where the cluster is gone
+            executor.shutdown(wait=False)
         raise
     finally:
-        client.close(timeout=1)
+        with suppress(OSError):
+            client.close(timeout=1)
 
 
 def _check_workers(client: Any, say: Callable[[str], None]) -> None:

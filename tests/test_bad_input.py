@@ -346,7 +346,7 @@ MACHINES: list[Case] = [
     ([("latency", {"kind": "profile", "name": "x"})], ("[latency] name", "x")),
     ([("latency/token", 1.0)], ("[latency] token", "of kind 'roofline'")),
     ([("engine/memory_fraction", 0.1)], ("[deployment] tensor_parallel", "memory_fraction 0.1")),
-    ([("scheduler/token_budget", "auto"), ("slo/tbt_p99", 0.1)], ("[scheduler] token_budget", "auto")),
+    ([("scheduler/token_budget", "auto"), ("slo", {"ttft_p99": 1.0})], ("[slo]", "a TBT limit")),
     ([("workload/lengths", {"kind": "fixed", "prompt": 9000, "output": 1})], ("[workload] too_long", "= 8192")),
 ]
 

@@ -334,8 +334,8 @@ def test_the_scheduler_that_drives_the_engine_is_the_simulators(monkeypatch: pyt
     """Not a subclass, not a copy: the class itself, and one object of it for the whole run."""
     made: list[Scheduler] = []
 
-    def watched(on: Limits) -> Scheduler:
-        made.append(Scheduler(on))
+    def watched(on: Limits, **how: Any) -> Scheduler:
+        made.append(Scheduler(on, **how))
         return made[-1]
 
     assert sim.cluster.Scheduler is sim.scheduler.Scheduler

@@ -360,7 +360,7 @@ def test_case_13_seeds_seed(policy: str, tmp_path: Path, call: Call) -> None:
         call("run", one, "--policy", policy, "--out", folder, "--trace-out", f"{folder}.json.gz", *seed)
         kept[folder] = {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
         kept[folder]["trace"] = (tmp_path / f"{folder}.json.gz").read_bytes()
-    assert kept["a"] == kept["b"] and len(kept["a"]) == 6
+    assert kept["a"] == kept["b"] and len(kept["a"]) == 7
     assert all(kept["a"][name] != kept["other"][name] for name in kept["a"])
     mine, base = simulate(one.with_(scheduler__policy=policy)).requests, simulate(one).requests
     for column in ("arrival_s", "prompt_tokens"):
