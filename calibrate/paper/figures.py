@@ -68,9 +68,9 @@ class Figure:
         """A row for each value: what, unit, published, simulated, error (null where nothing is on record)."""
         import polars as pl
 
-        schema = {"what": pl.String, "unit": pl.String}
-        numbers = dict.fromkeys(("published", "simulated", "error"), pl.Float64)
-        return pl.DataFrame(self.to_dict()["rows"], schema=schema | numbers)
+        names = ("what", "unit", "published", "simulated", "error")
+        schema = {name: pl.String() if name in names[:2] else pl.Float64() for name in names}
+        return pl.DataFrame(self.to_dict()["rows"], schema=schema)
 
     def chart(self, by: Callable[[str], str], unit: str | None = None) -> Any:
         """Simulated against published, as an Altair chart, of the rows of one unit (the first row's by default).
