@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import shutil
 from contextlib import suppress
+from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from calibrate.paper.figures import Figure, Row, Task, on_cores
+from sim import BadInput, Scenario, Study, explain, simulate
+from sim.charts import NothingToDraw
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -101,3 +106,71 @@ def test_without_torch_the_engine_says_what_it_needs(tmp_path: Path, monkeypatch
     (line,) = error.traceback  # no more than that
     assert line.startswith("servecast: error: this notebook runs a real engine, which needs torch: pip install")
     assert pictures(notebook) == []
+
+
+# What the notebooks lean on.
+
+
+def test_a_study_from_text_is_that_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text((ROOT / "scenarios/chat-mistral-7b.toml").read_text())
+    text = 'scenario = "s.toml"\n[grid]\n"workload.seed" = [1, 2]\n'
+    (tmp_path / "study").write_text(text)
+    kept, told = Study.load(tmp_path / "study"), Study.from_toml(text, tmp_path)
+    assert told == kept
+    assert told.points == [{"workload.seed": 1}, {"workload.seed": 2}]
+    with pytest.raises(BadInput, match=r"study: \[grid\] workload.sede: unknown key"):
+        Study.from_toml(text.replace("seed", "sede"), tmp_path)
+    with pytest.raises(BadInput, match="study: not TOML"):
+        Study.from_toml("[grid", tmp_path)
+
+
+def test_an_explanation_shows_itself() -> None:
+    chat = Scenario.load(ROOT / "scenarios/chat-mistral-7b.toml").with_(workload__requests=60)
+    why = explain(simulate(chat.for_policy("prefill-first")), worst=1)
+    page = why._repr_html_()
+    assert why.summary["tbt"]["late"] > 0
+    assert escape(why.summary["verdict"]) in page
+    assert escape(why.summary["tbt"]["worst"][0]["story"]) in page
+    assert f"{why.summary['tbt']['late']:,} of {why.summary['tbt']['n']:,} gaps above 100 ms: causes" in page
+    quiet = explain(simulate(chat), above=10.0, ttft_above=100.0)
+    assert "<table>" not in quiet._repr_html_()
+
+
+FIGURE = Figure(
+    "figure-0",
+    "a figure",
+    "plot",
+    [
+        Row("a, one", "s", 0.1, 0.2),
+        Row("a, two", "s", 0.1, 0.11),
+        Row("b", "s", None, 1.0),
+        Row("c", "ratio", 2.0, 2.5),
+    ],
+    ["a note"],
+)
+
+
+def test_a_figure_of_the_paper_as_table_and_chart() -> None:
+    assert FIGURE.frame.columns == ["what", "unit", "published", "simulated", "error"]
+    assert FIGURE.frame["error"].to_list() == pytest.approx([1.0, 0.1, None, 0.25])
+    page = FIGURE._repr_html_()
+    assert "published: plot" in page
+    assert "+100.0%" in page
+    chart = FIGURE.chart(by=lambda what: what[0]).to_dict()
+    assert chart["title"]["subtitle"] == ["n = 2 values: 1 within 15%, 1 within 35% (shaded); the line is equality"]
+    points = chart["datasets"][chart["layer"][-1]["data"]["name"]]
+    assert [(row["label"], row["simulated"]) for row in points] == [("a", 0.2), ("a", 0.11)]
+    assert "simulated (ratio)" in str(FIGURE.chart(by=str, unit="ratio").to_dict())
+    with pytest.raises(NothingToDraw, match="no row in m "):
+        FIGURE.chart(by=str, unit="m")
+
+
+def test_work_on_all_cores_keeps_the_order_and_cuts_runs_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("calibrate.paper.figures.cores", lambda: 1)
+    chat = Scenario.load(ROOT / "scenarios/chat-mistral-7b.toml").with_(workload__requests=40)
+    tasks = [Task(chat.with_(workload__seed=seed)) for seed in (1, 2)]
+    seen: list[tuple[int, int]] = []
+    found = on_cores(tasks, requests=10, progress=lambda done, of: seen.append((done, of)))
+    assert [(one["seed"], one["offered"]) for one in found] == [(1, 10), (2, 10)]
+    assert seen == [(1, 2), (2, 2)]
+    assert on_cores(tasks[:1], requests=100)[0]["offered"] == 40
