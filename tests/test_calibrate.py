@@ -341,7 +341,11 @@ def test_the_grid_tells_every_term(limit: Limits, seed: int) -> None:
 
 def on_one_device() -> dict[str, Path]:
     """Scenarios that the engine could run."""
-    paths = {str(path.relative_to(ROOT / "scenarios")): path for path in (ROOT / "scenarios").glob("**/*.toml")}
+    paths = {
+        str(path.relative_to(ROOT / "scenarios")): path
+        for path in (ROOT / "scenarios").glob("**/*.toml")
+        if path.parent.name != "studies"
+    }
     planned = {name: plan(Scenario.load(str(path))) for name, path in sorted(paths.items())}
     return {name: paths[name] for name, one in planned.items() if one.devices == 1 and one.model is not None}
 

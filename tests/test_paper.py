@@ -275,13 +275,7 @@ def test_an_error_needs_a_published_value() -> None:
 @pytest.mark.slow
 def test_the_grid_of_48_capacities() -> None:
     """Figs. 10 and 11 from one set of figures per deployment: how many come near, orderings, gains."""
-    from calibrate.paper.commands import _work
-
-    rows = [
-        row
-        for figure in (figures.figure_10, figures.figure_11)
-        for row in figure(lambda tasks: _work(lambda *_: None, tasks)).rows
-    ]
+    rows = [row for figure in (figures.figure_10, figures.figure_11) for row in figure(figures.on_cores).rows]
     cells = [row for row in rows if row.unit == "req/s"]
     errors = np.array([abs(row.error or 0.0) for row in cells])
     assert len(errors) == 48

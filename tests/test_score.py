@@ -161,7 +161,7 @@ def test_a_few_measured_rows_are_forecast(
 
 
 def test_shipped_profiles_are_named_by_what_they_are_of() -> None:
-    names = shipped()
+    names = [name for name in shipped() if not name.startswith("sarathi-2024/")]  # of published results
     assert "vllm-0.24.0/llama-3.1-8b-h100-sxm-bf16-tp1" in names
     for name in names:
         found = load(name, Path())
@@ -174,7 +174,7 @@ def test_shipped_profiles_are_named_by_what_they_are_of() -> None:
 
 
 def test_every_profile_that_is_made_is_shipped() -> None:
-    kept = {name.partition("/")[2] for name in shipped()}
+    kept = {name.partition("/")[2] for name in shipped() if not name.startswith("sarathi-2024/")}
     assert kept == {one.name("").partition("/")[2] for one in current.catalogue()}
 
 
