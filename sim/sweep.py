@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import polars as pl
 
 REASONS = ("too_long", "never_fits")  # why a request is refused: a column each, whether or not one was
+ATTEMPTS = 3  # at a point that an executor lost: one that has lost a worker may hand on nonsense
 INT64 = 2**63
 
 
@@ -204,8 +205,15 @@ def _outcomes(task: Task, points: Sequence[Point], workers: int, executor: Execu
     """What becomes of the points, as they get done."""
     function = partial(outcome, task)
     if executor is not None:
-        for place, future in futures(executor, function, points):
-            yield _come_back(future, points[place][0])
+        here = list(points)
+        for attempt in range(ATTEMPTS):
+            lost: list[Point] = []
+            for place, future in futures(executor, function, here):
+                if attempt + 1 < ATTEMPTS and _lost(future):
+                    lost.append(here[place])
+                else:
+                    yield _come_back(future, here[place][0])
+            here = lost
         return
     left = {point[0]: point for point in points}
     while left:
@@ -218,6 +226,12 @@ def _outcomes(task: Task, points: Sequence[Point], workers: int, executor: Execu
                 del left[point[0]]
                 with processes(1) as pool:
                     yield _come_back(pool.submit(function, point), point[0])
+
+
+def _lost(future: Future[Outcome]) -> bool:
+    """Whether the executor itself failed: a point never raises. Not where the point ended the workers it was on."""
+    error = None if future.cancelled() else future.exception()
+    return error is not None and type(error).__name__ != "KilledWorker"
 
 
 def _come_back(future: Future[Outcome], point: int) -> Outcome:

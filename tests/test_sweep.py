@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -673,6 +674,10 @@ def test_a_cluster_that_loses_a_worker_gives_the_same(big: tuple[Path, bytes], c
     assert workers[1].poll() is None
     err = err.replace("servecast: the cluster has no workers yet; waiting for them\n", "")
     assert (process.returncode, err) == (0, "servecast: files are in cluster\n")
+    found, expected = pl.read_parquet(out / "sweep.parquet"), pl.read_parquet(BytesIO(wanted))
+    assert found.filter(pl.col("status") != "done")["reason"].unique().to_list() == []
+    differing = {name: found[name].ne_missing(expected[name]).arg_true().to_list()[:3] for name in expected.columns}
+    assert {name: [found[name][row] for row in rows] for name, rows in differing.items() if rows} == {}
     assert (out / "sweep.parquet").read_bytes() == wanted
 
 
