@@ -58,7 +58,10 @@ def bench(
             source="--profile",
         )
     one = Options(settings=settings).scenario(scenario)
-    planned = plan(one.with_(latency={"kind": "profile", "name": profile}))  # whether it is of this deployment
+    try:
+        planned = plan(one.with_(latency={"kind": "profile", "name": profile}))  # whether it is of this deployment
+    except BadInput as error:
+        raise BadInput(error.what, source="--profile", key=error.key) from None
     read = [refitting.read(path) for path in results]
     held = [term.strip() for term in hold.split(",") if term.strip()]
     with progress("simulations") as advance:

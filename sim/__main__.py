@@ -53,7 +53,8 @@ def _fail(what: str, code: int) -> int:
     return code
 
 
-def _stop(_number: int, _frame: FrameType | None) -> None:
+def _stop(number: int, _frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # once is enough: a second would be in the way of ending in order
     raise KeyboardInterrupt
 
 

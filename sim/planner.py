@@ -49,6 +49,9 @@ def budget(
     if scenario.scheduler.policy not in CHUNKED:
         what = f"{scenario.scheduler.policy!r} has no token budget; use {' or '.join(CHUNKED)}"
         raise scenario.blame(BadInput(what, key="[scheduler] policy"))
+    if decodes is not None and decodes > scenario.engine.max_sequences:
+        what = f"{decodes} must be at most engine.max_sequences = {scenario.engine.max_sequences}"
+        raise BadInput(what, source="--decodes")
     key, limit = limit_of(scenario)
     requests = workload(scenario)
     told = assume(scenario, requests, limit, quantile)

@@ -311,7 +311,7 @@ def load(name: str, directory: Path) -> Profile:
     except OSError as error:  # a name that no file can have, or a folder that may not be read
         raise BadInput(f"{shown(name)}: {(error.strerror or str(error)).lower()}", key="[latency] name") from None
     if path is None:
-        what = f"{unknown('profile', name, known)}, nor is there such a file" if known else f"no such file: {name}"
+        what = f"no such file, and {unknown('profile', name, known)}" if known else f"no such file: {name}"
         raise BadInput(what, key="[latency] name")
     data: dict[str, Any] = {}
     try:

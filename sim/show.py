@@ -118,7 +118,9 @@ def capacities(
         interval = "–" if one.interval is None else f"{one.interval[0]:.3g} to {one.interval[1]:.3g}"
         rate = number(one.rate) if one.rate else "not feasible"
         table.add_row(one.policy, rate, interval, one.limited_by or "nothing", str(len(one.trials)))
-    limits = [_asked(key, limit) for key, limit in scenario.slo.root.items() if not isinstance(limit, bool)]
+    slo = scenario.slo  # limits per request count where a share of the requests must meet them
+    searched = slo.root if slo.attainment is not None else slo.percentiles
+    limits = [_asked(key, limit) for key, limit in searched.items() if not isinstance(limit, bool)]
     notes = dict.fromkeys(note for one in found for note in one.notes)
     searches = len(found[0].seeds)
     meaning = f"interval: smallest and largest of {searches} searches on other seeds" if searches > 1 else ""

@@ -216,6 +216,10 @@ def _profile(scenario: Scenario, name: str, model: hardware.Model | None, device
     if model is not None and weights is not None and (weights == "fp8") != (model.dtype == "fp8"):
         what = f"profile {name!r} is of weights in {weights}, not {model.dtype}"
         raise BadInput(what, key="[latency] name")
+    cache = profile.provenance.get("kv_dtype")
+    if model is not None and cache is not None and (cache == "fp8") != (model.kv_dtype == "fp8"):
+        what = f"profile {name!r} is of a KV cache in {cache}, not {model.kv_dtype}"
+        raise BadInput(what, key="[model] kv_dtype")
     for key in ("tensor_parallel", "pipeline_parallel"):
         if (own := getattr(profile, key)) != (asked := getattr(parallel, key)):
             what = f"profile {name!r} was measured at {own}, not {asked}"

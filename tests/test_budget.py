@@ -201,6 +201,7 @@ def test_auto_is_nothing_to_other_policies() -> None:
         (("--quantile", "1"), "--quantile: 1 must be"),
         (("--decodes", "-1"), "--decodes: -1 must be"),
         (("--decodes", "1.5"), "is not a whole number"),
+        (("--decodes", "65"), "--decodes: 65 must be at most engine.max_sequences = 64"),
         (("--clock", "wall"), "--clock"),
     ],
 )

@@ -230,8 +230,9 @@ def test_names_of_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [figure["figure"] for figure in told["figures"]] == ["table-3", "figure-14"]
     assert json.loads((tmp_path / "out" / "reproduction.json").read_text()) == told
     assert (tmp_path / "out" / "reproduction.parquet").exists()
-    assert status(["reproduce", "figure-2"]) == 2
-    assert "figure-2" in capsys.readouterr().err
+    for wrong in ("figure-2", "10,11", "10 10", "figure", "table-99"):
+        assert status(["reproduce", wrong]) == 2
+        assert f"unknown figure '{wrong}'" in capsys.readouterr().err
 
 
 def test_a_figure_for_people(capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,6 +194,7 @@ def test_a_shipped_profile_runs_and_refuses_another_device_and_other_weights(
     for setting, what in (
         ("device.name=h200", "was measured on 'h100-sxm', not 'h200'"),
         ("model.dtype=fp8", "is of weights in bfloat16, not fp8"),
+        ("model.kv_dtype=fp8", "[model] kv_dtype: profile"),
         ("latency.name=vllm-0.24.0/llama-3.1-8b-h100-sxm-bf16-tp3", "did you mean"),
     ):
         assert command(["run", str(scenario), "--set", setting]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -79,9 +80,8 @@ def paper(*deployments: str, to: Path, rounds: int = 4) -> None:
 
 def _name(given: str) -> str:
     """`10`, `fig10`, `Fig. 10`, `figure-10`, `table3`: the figure that is meant."""
-    digits = "".join(letter for letter in given if letter.isdigit())
-    kind = "table" if given.lower().startswith("t") else "figure"
-    name = f"{kind}-{digits}"
+    found = re.fullmatch(r"(f|fig|figure|t|tab|table)?[ ._-]*([0-9]+)", given.strip().casefold())
+    name = f"{'table' if (found[1] or '').startswith('t') else 'figure'}-{found[2]}" if found else given
     if name not in FIGURES:
         raise BadInput(unknown("figure", given, FIGURES), source="reproduce")
     return name
