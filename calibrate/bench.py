@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from calibrate.score import PAUSE
+from sim.bench_results import read_bench
 from sim.errors import BadInput, unknown
 from sim.profile import Profile, ProfileLatency
 from sim.scenario import Scenario
 from sim.simulate import simulate
-from sim.traces import read_bench
 from sim.workload import Workload
 
 Floats = npt.NDArray[np.float64]
@@ -127,16 +127,28 @@ def refit(
 
     Terms in `hold` stay what the base has: its host terms, and a scale of 1.
     """
-    try:
-        from scipy.optimize import least_squares
-    except ModuleNotFoundError:
-        raise BadInput("refitting needs the package scipy: pip install 'servecast[calibrate]'") from None
     for term in hold:
         if term not in TERMS:
             raise BadInput(unknown("term", term, TERMS), source="--hold")
     free = [term for term in TERMS if term not in hold]
     if not free:
         raise BadInput("leaves no term to fit", source="--hold")
+    fitted = _solve(base, results, scenario, free, progress)
+    return fitted, _beside(base, fitted, results, scenario)
+
+
+def _solve(
+    base: Profile,
+    results: Sequence[Result],
+    scenario: Scenario,
+    free: Sequence[str],
+    progress: Callable[[int, int], None],
+) -> Profile:
+    """The profile with the free terms where the errors of all quantiles are least."""
+    try:
+        from scipy.optimize import least_squares
+    except ModuleNotFoundError:
+        raise BadInput("refitting needs the package scipy: pip install 'servecast[calibrate]'") from None
     factor = base.scale
     start = {name: float(base.provenance.get(f"host_{name}_s", 0.0)) * factor for name in ("step", "sequence")} | {
         "scale": 1.0
@@ -169,7 +181,11 @@ def refit(
     low, high = np.array([LIMITS[term] for term in free]).T / units
     inside = np.clip(first, low + STRIDE, high - STRIDE)
     solved = least_squares(off, inside, jac=slopes, bounds=(low, high), max_nfev=EVALUATIONS // (2 + len(free)))
-    fitted = profile_at(solved.x * units)
+    return profile_at(solved.x * units)
+
+
+def _beside(base: Profile, fitted: Profile, results: Sequence[Result], scenario: Scenario) -> list[dict[str, Any]]:
+    """Measured and simulated quantiles of each result, before and after."""
     rows = []
     for result in results:
         before, after = simulated(result, scenario, base), simulated(result, scenario, fitted)
@@ -186,4 +202,4 @@ def refit(
                     "after_error": after[name] / measured - 1,
                 }
             )
-    return fitted, rows
+    return rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from cyclopts import Parameter
@@ -14,7 +14,7 @@ from calibrate.bench import Result
 from sim import output
 from sim.errors import BadInput
 from sim.options import Options, progress, say
-from sim.profile import load
+from sim.profile import Profile, load
 from sim.simulate import plan
 
 
@@ -51,12 +51,7 @@ def bench(
         raise BadInput("give at least one result file", source="import bench")
     if to.suffix != ".toml" or not to.absolute().parent.is_dir():
         raise BadInput("the file's name must end in .toml, and its directory exist", source="--to")
-    base = load(profile, Path())
-    if base.coefficients is None:
-        raise BadInput(
-            f"{profile!r} has fitted figures of the roofline model: there are no host terms to refit",
-            source="--profile",
-        )
+    base = _base(profile)
     one = Options(settings=settings).scenario(scenario)
     try:
         planned = plan(one.with_(latency={"kind": "profile", "name": profile}))  # whether it is of this deployment
@@ -66,16 +61,7 @@ def bench(
     held = [term.strip() for term in hold.split(",") if term.strip()]
     with progress("simulations") as advance:
         fitted, rows = refitting.refit(base, read, planned.scenario, hold=held, progress=advance)
-    told = fitted.provenance | {
-        "base_profile": base.name,
-        "refitted": ", ".join(term for term in refitting.TERMS if term not in held),
-        "refitted_to": "quantiles of TTFT, TPOT and TBT of vllm bench serve, simulated by the scenario's scheduler",
-        "results": ", ".join(path.name for path in results),
-        "requests": sum(len(each.workload.prompts) for each in read),
-        "scenario": one.name,
-        "error_before": _mean(rows, "before"),
-        "error_after": _mean(rows, "after"),
-    }
+    told = _provenance(fitted, base, read, rows, held, one.name)
     fitted = fitted.model_copy(update={"name": to.stem, "provenance": told})
     fitting.save(fitted, to)
     for each in read:
@@ -96,6 +82,31 @@ def bench(
         from sim.show import to_console
 
         to_console(render.refitted(result))
+
+
+def _base(name: str) -> Profile:
+    """The profile to start from. BadInput for one without host terms."""
+    base = load(name, Path())
+    if base.coefficients is None:
+        what = f"{name!r} has fitted figures of the roofline model: there are no host terms to refit"
+        raise BadInput(what, source="--profile")
+    return base
+
+
+def _provenance(
+    fitted: Profile, base: Profile, read: list[Result], rows: list[dict[str, Any]], held: list[str], scenario: str
+) -> dict[str, Any]:
+    """What is known of where the refitted profile comes from."""
+    return fitted.provenance | {
+        "base_profile": base.name,
+        "refitted": ", ".join(term for term in refitting.TERMS if term not in held),
+        "refitted_to": "quantiles of TTFT, TPOT and TBT of vllm bench serve, simulated by the scenario's scheduler",
+        "results": ", ".join(one.path.name for one in read),
+        "requests": sum(len(each.workload.prompts) for each in read),
+        "scenario": scenario,
+        "error_before": _mean(rows, "before"),
+        "error_after": _mean(rows, "after"),
+    }
 
 
 def _said(result: Result) -> None:

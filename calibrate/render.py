@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from calibrate.paper.figures import Figure as PaperFigure
+from calibrate.paper.rows import Figure as PaperFigure
 from calibrate.validate import Validation
 from sim.profile import TERMS, Profile
 from sim.roofline import Figures

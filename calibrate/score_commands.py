@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,18 +60,7 @@ def score(
     output.prepare(out)
     cases = [scoring.case(row) for row in scoring.read()]
     chosen = [case for case in cases if isinstance(case, scoring.Case)]
-    for option, name in (("model", model), ("system", system), ("framework", backend)):
-        known = sorted({getattr(case.deployed, option) for case in chosen})
-        if name is not None and name not in known:
-            flag = "--backend" if option == "framework" else f"--{option}"
-            raise BadInput(unknown(flag[2:], name, known), source=flag)
-    wanted = {"model": model, "system": system, "framework": backend}
-    chosen = [case for case in chosen if all(getattr(case.deployed, key) == v for key, v in wanted.items() if v)]
-    if sample is not None:
-        if sample < 1:
-            raise BadInput(f"{sample} must be at least 1", source="--sample")
-        drawn = np.random.default_rng(0).permutation(len(chosen))[:sample]
-        chosen = [chosen[position] for position in sorted(drawn.tolist())]
+    chosen = _chosen(chosen, {"model": model, "system": system, "framework": backend}, sample)
     hosts = dict.fromkeys(current.HOST, Host()) if kernels_alone else current.HOST
     with progress("rows") as advance:
         rows = scoring.score(chosen, hosts=hosts, workers=cores(), progress=advance)
@@ -85,6 +75,23 @@ def score(
         from sim.show import to_console
 
         to_console(scoreboard.page(result))
+
+
+def _chosen(cases: list[scoring.Case], wanted: Mapping[str, str | None], sample: int | None) -> list[scoring.Case]:
+    """Those that were asked for. BadInput for names that there are none of."""
+    chosen = cases
+    for option, name in wanted.items():
+        known = sorted({getattr(case.deployed, option) for case in chosen})
+        if name is not None and name not in known:
+            flag = "--backend" if option == "framework" else f"--{option}"
+            raise BadInput(unknown(flag[2:], name, known), source=flag)
+    chosen = [case for case in chosen if all(getattr(case.deployed, key) == v for key, v in wanted.items() if v)]
+    if sample is not None:
+        if sample < 1:
+            raise BadInput(f"{sample} must be at least 1", source="--sample")
+        drawn = np.random.default_rng(0).permutation(len(chosen))[:sample]
+        chosen = [chosen[position] for position in sorted(drawn.tolist())]
+    return chosen
 
 
 def profiles(*, to: Path, only: str = "*") -> None:

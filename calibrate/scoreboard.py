@@ -120,6 +120,36 @@ def page(told: Mapping[str, Any]) -> RenderableType:
     )
     for one in told["models"]:
         total.add_row(one["model"], str(one["rows"]), *_cells(one))
+    hosts = ", ".join(
+        f"{name} {h['step'] * 1e3:.2f} ms + {h['sequence'] * 1e6:.0f} µs" for name, h in told["host"].items()
+    )
+    left = ", ".join(
+        f"{name} {h['step_s'] * 1e3:.2f} ms + {h['sequence_s'] * 1e6:.0f} µs" for name, h in told["host_left"].items()
+    )
+    notes = [
+        f"host terms (per iteration + per sequence): {hosts}; what the rows ask for beyond them: {left}",
+        *(f"{name}: {what}" for name, what in told["campaigns"].items()),
+        f"peer: {told['peer']}",
+        *(f"not scored: {count:,} rows: {why}" for why, count in told["not_scored"].items()),
+    ]
+    head = Text(f"{told['scored']:,} of {told['rows_in_file']:,} measured rows forecast", style="bold")
+    return Group(
+        head,
+        "",
+        total,
+        "",
+        _each(told["groups"]),
+        "",
+        _by_size(told["groups"]),
+        "",
+        *(Text(f"· {note}", style="dim") for note in notes),
+    )
+
+
+def _each(groups: Sequence[Row]) -> RenderableType:
+    """A line for each model, system, engine and dtype of the weights."""
+    from calibrate.render import table_of
+
     each = table_of(
         "model",
         "system",
@@ -134,7 +164,7 @@ def page(told: Mapping[str, Any]) -> RenderableType:
         ">peer TTFT",
         ">TPOT",
     )
-    for one in told["groups"]:
+    for one in groups:
         ours = [
             f"{one[f'{m}_{what}']:+.1%}" if what == "bias" else f"{one[f'{m}_{what}']:.1%}"
             for m in METRICS
@@ -145,30 +175,24 @@ def page(told: Mapping[str, Any]) -> RenderableType:
         each.add_row(
             one["model"], one["system"], engine, one["precision"], one["tables_version"], str(one["rows"]), *ours, *peer
         )
-    sizes = sorted({size["concurrency"] for one in told["groups"] for size in one["by_concurrency"]})
+    return each
+
+
+def _by_size(groups: Sequence[Row]) -> RenderableType:
+    """The same by the number of clients."""
+    from calibrate.render import table_of
+
+    sizes = sorted({size["concurrency"] for one in groups for size in one["by_concurrency"]})
     sizes = [size for size in sizes if size <= SIZES[-1]]
     by_size = table_of("median |error|, TTFT / TPOT, by clients", *(f">≤ {size}" for size in sizes))
-    for one in told["groups"]:
+    for one in groups:
         cells = {
             size["concurrency"]: f"{size['ttft_median']:.0%} / {size['tpot_median']:.0%}"
             for size in one["by_concurrency"]
         }
         label = f"{one['model']} {one['system']} {one['framework']} {one['version']}".strip()
         by_size.add_row(label, *(cells.get(size, "") for size in sizes))
-    hosts = ", ".join(
-        f"{name} {h['step'] * 1e3:.2f} ms + {h['sequence'] * 1e6:.0f} µs" for name, h in told["host"].items()
-    )
-    left = ", ".join(
-        f"{name} {h['step_s'] * 1e3:.2f} ms + {h['sequence_s'] * 1e6:.0f} µs" for name, h in told["host_left"].items()
-    )
-    notes = [
-        f"host terms (per iteration + per sequence): {hosts}; what the rows ask for beyond them: {left}",
-        *(f"{name}: {what}" for name, what in told["campaigns"].items()),
-        f"peer: {told['peer']}",
-        *(f"not scored: {count:,} rows: {why}" for why, count in told["not_scored"].items()),
-    ]
-    head = Text(f"{told['scored']:,} of {told['rows_in_file']:,} measured rows forecast", style="bold")
-    return Group(head, "", total, "", each, "", by_size, "", *(Text(f"· {note}", style="dim") for note in notes))
+    return by_size
 
 
 def _cells(one: Row) -> list[str]:

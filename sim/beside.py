@@ -26,7 +26,7 @@ from sim.simulate import simulate
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from sim.traces import BenchResult
+    from sim.bench_results import BenchResult
 
 METRICS = {"ttft": "TTFT", "tbt": "TBT", "tpot": "TPOT", "e2e": "E2E"}
 PERCENTILES = ("p50", "p90", "p99")
@@ -40,7 +40,7 @@ def beside(scenario: str, result: Path, *, options: Options = Options()) -> None
     result
         What `vllm bench serve --save-result --save-detailed` wrote.
     """
-    from sim.traces import read_bench
+    from sim.bench_results import read_bench
 
     for name in ("rate", "requests"):
         if getattr(options, name) is not None:

@@ -12,7 +12,7 @@ from sim.errors import BadInput
 from sim.parallel import each
 from sim.scenario import Scenario
 from sim.simulate import plan, workload
-from sim.workload import mean_rate
+from sim.workload import Workload, mean_rate
 
 SECONDS_PER_HOUR = 3600
 MILLION = 1e6
@@ -68,13 +68,7 @@ def cost(
     if held:
         varied["slo"]["1.0"] = {"rate": held.rate, "limited_by": held.limited_by}
     for place, other in enumerate(others):
-        one = found[place]
-        tokens = float(scaled(requests, other.lengths, scenario.engine.max_model_tokens).outputs.mean())
-        varied[other.what][other.scale] = {
-            "rate": one.rate,
-            "per_million_output_tokens": per_million(price, devices, one.rate, tokens),
-            "limited_by": one.limited_by,
-        }
+        varied[other.what][other.scale] = _varied(scenario, requests, other, found[place])
     return {
         "name": scenario.name,
         "policy": scenario.scheduler.policy,
@@ -98,6 +92,17 @@ def cost(
             **varied,
         },
         "notes": list(held.notes) if held else [],
+    }
+
+
+def _varied(scenario: Scenario, requests: Workload, other: _Other, found: Search) -> dict[str, Any]:
+    """Rate and cost with the SLO or the lengths scaled."""
+    price, devices = scenario.cost.gpu_hour, plan(scenario).devices
+    tokens = float(scaled(requests, other.lengths, scenario.engine.max_model_tokens).outputs.mean())
+    return {
+        "rate": found.rate,
+        "per_million_output_tokens": per_million(price, devices, found.rate, tokens),
+        "limited_by": found.limited_by,
     }
 
 

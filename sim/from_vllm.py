@@ -7,12 +7,9 @@ counterpart here is named in the scenario and on stderr; what vLLM does not know
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,12 +17,12 @@ import tomli_w
 from cyclopts import Parameter
 
 from sim import catalogue, hardware, output
-from sim.errors import BadInput, shown, unknown
+from sim.errors import BadInput, unknown
 from sim.options import say
 from sim.scenario import Scenario
 from sim.simulate import plan
+from sim.vllm_arguments import SOURCE, Values, known, parse, share, tokens, whole
 
-SOURCE = "from-vllm"
 GIB = 2**30
 DTYPES = {"half": "float16", "float16": "float16", "bfloat16": "bfloat16"}
 QUANTIZED = {  # --quantization, or quant_method of a config.json, in our dtypes
@@ -124,82 +121,6 @@ def convert(arguments: Sequence[str], device_name: str) -> Converted:
     return Converted(text, made.notes())
 
 
-Values = dict[str, Any]  # name without dashes: a string, a list of them, or a bool
-
-
-@cache
-def known() -> dict[str, Any]:
-    """The arguments that vLLM takes (`catalogue/vllm.toml`)."""
-    return tomllib.loads((resources.files("sim.catalogue") / "vllm.toml").read_text(encoding="utf-8"))
-
-
-def parse(words: Sequence[str]) -> Values:
-    """The arguments by their long names: `--x y`, `--x=y`, underscores for dashes, short forms, `--no-x` of flags."""
-    rest = list(words)
-    for prefix in (["vllm"], ["serve"], ["python", "-m"], ["python3", "-m"], ["vllm.entrypoints.openai.api_server"]):
-        if rest[: len(prefix)] == prefix:
-            del rest[: len(prefix)]
-    values: Values = {}
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("-"):
-            if "model" in values:
-                raise BadInput(f"{shown(word)} is not an argument; the model is {values['model']!r}", source=SOURCE)
-            values["model"] = word
-            continue
-        head, equals, value = word.partition("=")
-        name, takes = _argument(head)
-        if isinstance(takes, bool):
-            if equals:
-                raise BadInput("takes no value", source=SOURCE, key=head)
-            values[name] = takes
-        elif equals:
-            values[name] = value
-        else:
-            taken = [rest.pop(0)] if rest and _is_value(rest[0]) else []
-            while takes == "many" and rest and _is_value(rest[0]):
-                taken.append(rest.pop(0))
-            if not taken:
-                raise BadInput("needs a value", source=SOURCE, key=head)
-            values[name] = taken[0]
-    return values
-
-
-def _is_value(word: str) -> bool:
-    return not word.startswith("-") or bool(re.fullmatch(r"-\d+(\.\d+)?", word))
-
-
-def _argument(head: str) -> tuple[str, bool | str]:
-    """The long name of an argument, and what it takes: "one" value, "many", or none and then what it says."""
-    kinds = known()
-    if head.startswith("--"):
-        name = head[2:].partition(".")[0].rstrip("+").replace("_", "-")  # a key of a JSON argument goes after a dot
-    else:
-        short = head[1:].partition(".")[0].rstrip("+")
-        name = kinds["short"].get(short, "optimization-level" if re.fullmatch(r"O\d", short) else "")
-        if re.fullmatch(r"O\d", short):
-            return name, True
-    for many, takes in (("lists", "many"), ("values", "one")):
-        if any(name in kinds[f"{who}{many}"] for who in ("", "server_", "former_") if f"{who}{many}" in kinds):
-            return name, takes
-    for flag in (*kinds["flags"], *kinds["server_flags"], *kinds["former_flags"]):
-        if name == flag:
-            return flag, True
-        if name and name in (f"no-{flag}", _inverse(flag)):
-            return flag, False
-    every = [f"--{name}" for who, names in kinds.items() if isinstance(names, list) for name in names]
-    told = unknown("argument of vLLM", head.replace("_", "-"), every).partition("; known:")[0]
-    raise BadInput(told, source=SOURCE)
-
-
-def _inverse(flag: str) -> str:
-    """vLLM pairs --enable-x with --disable-x."""
-    for one, other in (("enable-", "disable-"), ("disable-", "enable-")):
-        if flag.startswith(one):
-            return other + flag.removeprefix(one)
-    return ""
-
-
 @dataclass
 class _Made:
     """A scenario in the making: its tables' lines, each with where it comes from."""
@@ -282,7 +203,7 @@ class _Made:
             ("pipeline_parallel", "pipeline-parallel-size"),
             ("replicas", "data-parallel-size"),
         ):
-            value, why = self.take(name, _whole, 1)
+            value, why = self.take(name, whole, 1)
             self.put("deployment", key, value, why)
             if key == "replicas" and value > 1:
                 self.put("deployment", "router", "least-loaded", "nearest to vLLM's: fewest waiting, then running")
@@ -294,26 +215,26 @@ class _Made:
         assert self.shape is not None
         chunked, how = self.given.get("enable-chunked-prefill", True), "--enable-chunked-prefill"
         self.used.add("enable-chunked-prefill")
-        longest, why = self.take("max-model-len", _tokens, self.shape.context_limit)
+        longest, why = self.take("max-model-len", tokens, self.shape.context_limit)
         if longest == -1:
             longest, why = self.shape.context_limit, "the model's; --max-model-len auto may be less, where memory is"
         elif "max-model-len" not in self.given:
             why = "the model's context, vLLM's default"
         batch, sequences = self._batch_defaults(longest, chunked)
-        batch, batch_why = self.take("max-num-batched-tokens", _tokens, batch)
+        batch, batch_why = self.take("max-num-batched-tokens", tokens, batch)
         if "max-num-batched-tokens" not in self.given:
             batch_why += f" on {self.device.name}"
         if "max-num-seqs" not in self.given:
             sequences = min(sequences, batch)
-        sequences, sequences_why = self.take("max-num-seqs", _whole, sequences)
+        sequences, sequences_why = self.take("max-num-seqs", whole, sequences)
         if "max-num-active-seqs" in self.given:
-            sequences, sequences_why = self.take("max-num-active-seqs", _whole, sequences)
+            sequences, sequences_why = self.take("max-num-active-seqs", whole, sequences)
         if "max-num-scheduled-tokens" in self.given:
-            batch, batch_why = self.take("max-num-scheduled-tokens", _tokens, batch)
-        block, block_why = self.take("block-size", _whole, 16)
+            batch, batch_why = self.take("max-num-scheduled-tokens", tokens, batch)
+        block, block_why = self.take("block-size", whole, 16)
         self.put("engine", "block_tokens", block, block_why)
         self._memory(block)
-        watermark, watermark_why = self.take("watermark", _share, 0.0)
+        watermark, watermark_why = self.take("watermark", share, 0.0)
         self.put("engine", "watermark", watermark, watermark_why)
         self.put("engine", "max_sequences", sequences, sequences_why)
         self.put("engine", "max_model_tokens", longest, why)
@@ -345,17 +266,17 @@ class _Made:
         if not chunked:
             batch = max(batch, longest)
         if "max-num-seqs" in self.given:
-            sequences = _whole("max-num-seqs", self.given["max-num-seqs"])
+            sequences = whole("max-num-seqs", self.given["max-num-seqs"])
         return min(batch, sequences * longest), sequences
 
     def _memory(self, block: int) -> None:
         """KV blocks: given, from the bytes given, or a share of the device."""
         assert self.shape is not None
         if "num-gpu-blocks-override" in self.given:
-            value, why = self.take("num-gpu-blocks-override", _whole, None)
+            value, why = self.take("num-gpu-blocks-override", whole, None)
             self.put("engine", "num_blocks", value, why)
         elif "kv-cache-memory-bytes" in self.given:
-            value, why = self.take("kv-cache-memory-bytes", _tokens, None)
+            value, why = self.take("kv-cache-memory-bytes", tokens, None)
             tp, pp = (self.given.get(f"{which}-parallel-size", "1") for which in ("tensor", "pipeline"))
             self.shape.check_parallel(int(tp), int(pp))
             per_token = self.shape.kv_bytes_per_token(int(tp), max(self.shape.stage_layers(int(pp))))
@@ -363,7 +284,7 @@ class _Made:
         name = "gpu-memory-utilization"
         if "device-memory-utilization" in self.given:
             name = "device-memory-utilization"
-        value, why = self.take(name, _share, 0.92)
+        value, why = self.take(name, share, 0.92)
         self.put("engine", "memory_fraction", value, why)
 
     # What is said
@@ -452,35 +373,3 @@ def _plain(name: str) -> tuple[str, str | None]:
             plain, stored = plain.removesuffix(f"-{suffix}"), dtype
             break
     return "-".join(part for part in plain.split("-") if part not in VARIANTS), stored
-
-
-def _whole(name: str, text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d{0,8}", text):
-        raise BadInput(f"{shown(text)} must be a whole number of at least 1", source=SOURCE, key=f"--{name}")
-    return int(text)
-
-
-def _tokens(name: str, text: str) -> int:
-    """A whole number, with vLLM's units: 1k is 1,000 and 1K is 1,024; -1 or auto for the longest model length."""
-    if name == "max-model-len" and text.lower() in ("-1", "auto"):
-        return -1
-    if not (found := re.fullmatch(r"(\d{1,15})(\.\d{1,9})?([kmgtKMGT])?", text)) or (
-        found[2] and found[3] not in [*"kmgt"]
-    ):
-        raise BadInput(f"{shown(text)} must be a number like 8192, 8k or 8K", source=SOURCE, key=f"--{name}")
-    unit = found[3] or ""
-    power = "kmgt".find(unit.lower()) + 1 if unit else 0
-    value = int(float(found[1] + (found[2] or "")) * (1000 if unit.islower() else 1024) ** power)
-    if not value:
-        raise BadInput("0 must be at least 1", source=SOURCE, key=f"--{name}")
-    return value
-
-
-def _share(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1 or (value == 0 and name != "watermark") or (value == 1 and name == "watermark"):
-        raise BadInput(f"{shown(text)} must be a share of 1", source=SOURCE, key=f"--{name}")
-    return value

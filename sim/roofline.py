@@ -133,13 +133,12 @@ class Roofline:
         self.flops_row = model.lm_head_flops_per_row
         self.flops_pair = 4 * model.heads * model.head_dim * model.layers
         self.bytes_per_second = bandwidth * tp
+        self._begin()
 
-        # what the run came to
+    def _begin(self) -> None:
+        """Nothing was executed yet: what a run comes to."""
         self.shapes: dict[tuple[int, int], _Shape] = {}
-        self.kv_tokens = 0.0
-        self.pairs = 0.0
-        self.attended = 0.0
-        self.attention_read = 0.0
+        self.kv_tokens = self.pairs = self.attended = self.attention_read = 0.0
         self.folded = Spent()
 
     def execute(self, batch: Batch) -> Step:
@@ -166,8 +165,7 @@ class Roofline:
     def work(self, batch: Batch) -> Spent:
         """What one batch is spent on, and the work that it is; it does not count as executed."""
         alone = copy(self)
-        alone.shapes, alone.folded = {}, Spent()
-        alone.kv_tokens = alone.pairs = alone.attended = alone.attention_read = 0.0
+        alone._begin()
         alone.execute(batch)
         return alone.spent()
 

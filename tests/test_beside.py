@@ -15,8 +15,9 @@ from test_bench import SCENARIO, strict
 
 from sim import BadInput, Scenario, bench, simulate
 from sim.__main__ import status
+from sim.bench_results import read_bench
 from sim.beside import compared, differences, replayed
-from sim.traces import read, read_bench
+from sim.traces import read
 
 # A result as an older and a newer version of the tool wrote it, by hand: three requests, the second of which failed.
 RESULT: dict[str, Any] = {

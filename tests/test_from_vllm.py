@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from sim import BadInput, Scenario, catalogue
 from sim.__main__ import status
-from sim.from_vllm import Converted, catalogued, convert, known, parse
+from sim.from_vllm import Converted, catalogued, convert
 from sim.simulate import plan, simulate
+from sim.vllm_arguments import known, parse
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from calibrate.paper.figures import Figure, Row, Task, on_cores
+from calibrate.paper.figures import Task, on_cores
+from calibrate.paper.rows import Figure, Row
 from sim import BadInput, Scenario, Study, explain, simulate
 from sim.charts import NothingToDraw
 

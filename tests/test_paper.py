@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from calibrate.paper import figures, fit, measures
-from calibrate.paper.figures import FIGURES, Figure, Row, Task
+from calibrate.paper.figures import FIGURES, Task
+from calibrate.paper.rows import Figure, Row
 from calibrate.paper.settings import DATASETS, DEPLOYMENTS, POLICIES, QUIRKS, SLOS, STUDIED, published, scenario
 from sim.__main__ import status
 from sim.capacity import Trial

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sim.columns import MAX_LINE
 from sim.errors import BadInput
-from sim.traces import MAX_LINE, Trace, read
+from sim.traces import Trace, read
 
 TRACES = Path(__file__).resolve().parents[2] / "shared/data/traces"
 LENGTHS_ONLY = "num_prefill_tokens,num_decode_tokens\n"

@@ -8,7 +8,7 @@ from typing import Any
 import altair as alt
 import polars as pl
 
-from calibrate.paper.figures import FAR, NEAR, Figure
+from calibrate.paper.rows import FAR, NEAR, Figure
 from sim.charts import NothingToDraw, theme
 from sim.charts.theme import Log, tip
 

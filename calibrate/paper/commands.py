@@ -11,7 +11,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from calibrate import fit as fitting
-from calibrate.paper.figures import FIGURES, Figure, on_cores
+from calibrate.paper.figures import FIGURES, on_cores
+from calibrate.paper.rows import Figure
 from calibrate.paper.settings import DEPLOYMENTS
 from sim import output
 from sim.errors import BadInput, unknown
