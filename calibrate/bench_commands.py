@@ -65,16 +65,9 @@ def bench(
     fitted = fitted.model_copy(update={"name": to.stem, "provenance": told})
     fitting.save(fitted, to)
     for each in read:
-        _said(each)
-    result = {
-        "file": str(to),
-        "step_s": float(told["host_step_s"]) * fitted.scale,
-        "sequence_s": float(told["host_sequence_s"]) * fitted.scale,
-        "scale": fitted.scale,
-        "error_before": told["error_before"],
-        "error_after": told["error_after"],
-        "metrics": rows,
-    }
+        if each.failed:
+            say(f"{each.path}: {each.failed} requests without an answer are left out")
+    result = _result(to, fitted, told, rows)
     if json:
         print(output.as_json(result), end="")
     else:
@@ -109,9 +102,17 @@ def _provenance(
     }
 
 
-def _said(result: Result) -> None:
-    if result.failed:
-        say(f"{result.path}: {result.failed} requests without an answer are left out")
+def _result(to: Path, fitted: Profile, told: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Ready for JSON."""
+    return {
+        "file": str(to),
+        "step_s": float(told["host_step_s"]) * fitted.scale,
+        "sequence_s": float(told["host_sequence_s"]) * fitted.scale,
+        "scale": fitted.scale,
+        "error_before": told["error_before"],
+        "error_after": told["error_after"],
+        "metrics": rows,
+    }
 
 
 def _mean(rows: list[dict[str, float]], when: str) -> float:

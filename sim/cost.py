@@ -64,11 +64,7 @@ def cost(
     for place, one in each(partial(_search, tolerance, near), others, workers=workers):
         found[place] = one
         advance(seeds + len(found))
-    varied: dict[str, dict[str, Any]] = {"slo": {}, "prompt": {}, "output": {}}
-    if held:
-        varied["slo"]["1.0"] = {"rate": held.rate, "limited_by": held.limited_by}
-    for place, other in enumerate(others):
-        varied[other.what][other.scale] = _varied(scenario, requests, other, found[place])
+    varied = _variations(scenario, requests, held, [(other, found[place]) for place, other in enumerate(others)])
     return {
         "name": scenario.name,
         "policy": scenario.scheduler.policy,
@@ -86,13 +82,29 @@ def cost(
         "mean_output_tokens": output,
         "mean_prompt_tokens": prompt,
         "planned": _planned(scenario, rate, (prompt, output), headroom if held else None, spare),
-        "sensitivity": {
-            "load": {str(load): per_million(price, devices, rate * load, output) for load in LOADS},
-            "gpu_hour": {str(f): per_million(price * f, devices, rate, output) for f in (0.9, 1.1)},
-            **varied,
-        },
+        "sensitivity": _sensitivity(price, devices, rate, output) | varied,
         "notes": list(held.notes) if held else [],
     }
+
+
+def _sensitivity(price: float, devices: int, rate: float, output: float) -> dict[str, dict[str, Any]]:
+    """Cost at part of the load, and at other prices."""
+    return {
+        "load": {str(load): per_million(price, devices, rate * load, output) for load in LOADS},
+        "gpu_hour": {str(f): per_million(price * f, devices, rate, output) for f in (0.9, 1.1)},
+    }
+
+
+def _variations(
+    scenario: Scenario, requests: Workload, held: Capacity | None, searched: list[tuple[_Other, Search]]
+) -> dict[str, dict[str, Any]]:
+    """What the searches of other SLOs and lengths came to, by what was scaled and how far."""
+    varied: dict[str, dict[str, Any]] = {"slo": {}, "prompt": {}, "output": {}}
+    if held:
+        varied["slo"]["1.0"] = {"rate": held.rate, "limited_by": held.limited_by}
+    for other, found in searched:
+        varied[other.what][other.scale] = _varied(scenario, requests, other, found)
+    return varied
 
 
 def _varied(scenario: Scenario, requests: Workload, other: _Other, found: Search) -> dict[str, Any]:
