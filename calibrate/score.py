@@ -54,7 +54,8 @@ INFERENCEMAX = Campaign(
     0.8,
     "benchmark_serving.py --random-range-ratio 0.8 --num-prompts 10 x concurrency --request-rate inf; vllm serve with "
     "async scheduling, FP8 KV, --max-num-batched-tokens 8192; trtllm-serve with FP8 KV, --max_num_tokens 16384 on "
-    "B200, the longest request elsewhere; FP8 weights are NVIDIA's checkpoints, with static scales",
+    "B200, the longest request elsewhere, batch_wait_timeout_iters 20 and batch_wait_max_tokens_ratio 0.9 on 1k/1k "
+    "below TP8; FP8 weights are NVIDIA's checkpoints, with static scales",
 )
 AICONFIGURATOR = Campaign(
     "aiconfigurator",
@@ -104,6 +105,15 @@ class Case:
         """Whether the engine decides a batch while the one before it executes."""
         return self.campaign is INFERENCEMAX or self.deployed.framework != "vllm"
 
+    @property
+    def batch_wait(self) -> dict[str, float]:
+        """What InferenceMAX's scripts set for trtllm on 1k/1k with fewer than 8 devices."""
+        one = self.deployed
+        lengths = (self.prompt, self.output) == (1024, 1024)
+        if self.campaign is INFERENCEMAX and one.framework == "trtllm" and lengths and one.tensor_parallel < 8:
+            return {"batch_wait_iterations": 20, "batch_wait_ratio": 0.9}
+        return {}
+
     def scenario(self) -> Scenario:
         """The row as a scenario; its latency model is put in by the caller."""
         one, shortest = self.deployed, self.campaign.shortest
@@ -123,6 +133,7 @@ class Case:
                 "policy": "prefill-first" if self.prefill_first else "stall-free",
                 "token_budget": self.budget,
                 "overlap": self.overlap,
+                **self.batch_wait,
             },
             "latency": {"kind": "affine", "step": 1.0},
             "workload": {

@@ -43,6 +43,8 @@ def stall_free(scheduler: Scheduler, batch: Batch) -> None:
     """Decodes, and what the token budget leaves goes to chunks: unfinished prompts, then new ones."""
     budget = scheduler.limits.token_budget
     scheduler.decode(batch)
+    if scheduler.waits_for_more(batch, budget):
+        return
     left = scheduler.resume(batch, budget)
     if left > 0 and scheduler.waiting and not batch.preempted:
         scheduler.admit(batch, budget, chunked=True)

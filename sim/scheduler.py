@@ -10,6 +10,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,10 @@ class Limits:
 
     With `overlap` a batch is decided while the one before it executes, as engines of today do to hide the host's time:
     a request that arrives meanwhile is not in the next batch but in the one after it.
+
+    With `batch_wait_iterations` and `batch_wait_ratio` prompts wait beside decodes, so many iterations at most, until a
+    batch would hold that share of the token budget (TensorRT-LLM's batch_wait_timeout_iters and
+    batch_wait_max_tokens_ratio). Of stall-free alone.
     """
 
     policy: str
@@ -37,6 +42,8 @@ class Limits:
     max_batch_tokens: int = 8192
     token_budget: int = 512
     overlap: bool = False
+    batch_wait_iterations: int = 0
+    batch_wait_ratio: float = 0.0
 
     @property
     def reservation(self) -> int | None:
@@ -73,6 +80,7 @@ class Scheduler:
         "prefill_turn",
         "unfinished",
         "waiting",
+        "waits",
     )
 
     def __init__(self, limits: Limits, new_group: Callable[[int], Decodes] = Decodes) -> None:
@@ -89,6 +97,7 @@ class Scheduler:
         self.preempted = 0  # in calls that came to no batch; the next batch reports them
         self.outstanding = 0  # prompt tokens not yet computed, and one per request that decodes
         self.prefill_turn = True  # of `alternating`
+        self.waits = 0  # iterations that prompts have been kept waiting for a fuller batch
         self.now = 0.0
 
     def add(self, request: Request) -> None:
@@ -158,6 +167,21 @@ class Scheduler:
             batch.decodes = group.count
             batch.context = group.context
         self.decoding = None
+
+    def waits_for_more(self, batch: Batch, budget: int) -> bool:
+        """Whether prompts go on waiting, beside decodes, for a fuller batch. Asking counts as an iteration."""
+        limits = self.limits
+        if self.waits >= limits.batch_wait_iterations or not batch.decodes or not (self.unfinished or self.waiting):
+            self.waits = 0
+            return False
+        enough = limits.batch_wait_ratio * budget
+        tokens = batch.decodes + sum(request.to_prefill - request.computed for request in self.unfinished)
+        for request in islice(self.waiting, limits.max_sequences - self.held):
+            if tokens >= enough:
+                break
+            tokens += request.to_prefill
+        self.waits = self.waits + 1 if tokens < enough else 0
+        return tokens < enough
 
     def resume(self, batch: Batch, budget: int) -> int:
         """The next chunk of each unfinished prompt, in order of admission, until the batch holds `budget` tokens.

@@ -64,6 +64,10 @@ class SchedulerTable(Table):
     policy: Annotated[str, one_of("policy", POLICIES)] = "stall-free"
     token_budget: Budget = 512
     overlap: bool = False  # the next batch is decided while one executes: an arrival waits an iteration more
+    batch_wait_iterations: Annotated[int, Field(ge=0, le=10**9)] = 0
+    batch_wait_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Prompts wait beside decodes, so many iterations at most, until a batch would hold that share of the token budget:
+    TensorRT-LLM's batch_wait_timeout_iters and batch_wait_max_tokens_ratio. Of stall-free alone."""
 
 
 class PolicyTable(Table):

@@ -158,6 +158,8 @@ def _limits(scenario: Scenario) -> Limits:
         max_batch_tokens=engine.max_batch_tokens or engine.max_model_tokens,
         token_budget=budget,
         overlap=scenario.scheduler.overlap,
+        batch_wait_iterations=scenario.scheduler.batch_wait_iterations,
+        batch_wait_ratio=scenario.scheduler.batch_wait_ratio,
     )
 
 

@@ -183,6 +183,8 @@ def test_check_prints_one_object_and_runs_nothing(call: Call, monkeypatch: pytes
         "policy": "stall-free",
         "token_budget": 512,
         "overlap": False,
+        "batch_wait_iterations": 0,
+        "batch_wait_ratio": 0.0,
     }  # every default filled in
 
 

@@ -482,3 +482,44 @@ def test_with_overlap_nothing_waits_for_an_idle_replica() -> None:
     hand.add((2, 1))
     assert hand.turn() == ([], [(2, 0, 2)])
     assert hand.idle
+
+
+# Waiting for a fuller batch
+
+
+def test_prompts_wait_beside_decodes_for_a_fuller_batch_but_not_for_long() -> None:
+    hand = Hand("stall-free", [(4, 20)], token_budget=10, batch_wait_iterations=2, batch_wait_ratio=0.8)
+    assert hand.turn() == ([], [(0, 0, 4)])  # nothing to wait beside
+    hand.add((3, 9))  # 1 decode and 3 tokens are less than 8
+    assert [hand.turn() for _ in range(3)] == [([0], []), ([0], []), ([0], [(1, 0, 3)])]
+    hand.add((3, 9))
+    assert hand.turn() == ([0, 1], [])  # the count is of this wait
+    hand.add((4, 9))
+    assert hand.turn() == ([0, 1], [(2, 0, 3), (3, 0, 4)])
+
+
+def test_what_has_no_slot_does_not_make_a_batch_fuller() -> None:
+    limits = {"token_budget": 10, "batch_wait_iterations": 1, "batch_wait_ratio": 0.5, "max_sequences": 2}
+    hand = Hand("stall-free", [(4, 9)], **limits)
+    hand.turn()
+    hand.add((3, 9), (6, 9))
+    assert [hand.turn() for _ in range(2)] == [([0], []), ([0], [(1, 0, 3)])]
+
+
+def test_an_unfinished_prompt_counts_with_what_is_left_of_it() -> None:
+    hand = Hand("stall-free", [(4, 20)], token_budget=10, batch_wait_iterations=5, batch_wait_ratio=0.8)
+    hand.turn()
+    hand.add((12, 2))
+    assert hand.turn() == ([0], [(1, 0, 9)])
+    assert hand.turn() == ([0], [])  # 3 are left: it waits
+    hand.add((4, 2))
+    assert hand.turn() == ([0], [(1, 9, 3), (2, 0, 4)])
+
+
+@pytest.mark.parametrize("policy", ["prefill-first", "orca", "decode-first", "alternating"])
+def test_the_other_policies_do_not_wait(policy: str) -> None:
+    plain, waiting = (
+        Hand(policy, [(4, 5), (3, 5)], token_budget=10, batch_wait_iterations=wait, batch_wait_ratio=1.0)
+        for wait in (0, 9)
+    )
+    assert plain.turns() == waiting.turns()

@@ -74,6 +74,17 @@ def test_rows_of_the_other_campaign_vary_in_length_and_have_static_scales() -> N
     assert isinstance(other, Case) and other.budget == 8192
 
 
+@pytest.mark.parametrize(("output", "devices", "waits"), [(1024, 4, 20), (1024, 8, 0), (8192, 4, 0)])
+def test_trtllm_of_the_other_campaign_waits_for_fuller_batches_where_its_script_says_so(
+    output: int, devices: int, waits: int
+) -> None:
+    told = {"silicon_data_source": "source_file=2026-04-06.csv; model=Llama-3.1-70B", "backend": "trtllm"}
+    told |= {"model_path": "meta-llama/Llama-3.1-70B", "gemm_quant_mode": "fp8", "backend_version": None}
+    case = scoring.case(row(**told, osl=output, tp_size=devices))
+    assert isinstance(case, Case)
+    assert case.scenario().scheduler.batch_wait_iterations == waits
+
+
 @pytest.mark.parametrize(("version", "policy"), [("0.5.1.post1", "prefill-first"), ("0.5.6.post2", "stall-free")])
 def test_sglang_mixes_chunks_with_decodes_since_its_generator_says_so(version: str, policy: str) -> None:
     case = scoring.case(row(backend="sglang", backend_version=version))
