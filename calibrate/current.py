@@ -19,11 +19,11 @@ from sim.hardware import device as find_device
 from sim.hardware import model as find_model
 from sim.profile import Profile
 
-HOST = {"vllm": Host(1.26e-3, 12e-6), "trtllm": Host(0.15e-3, 12e-6), "sglang": Host(0.0, 19e-6)}
+HOST = {"vllm": Host(1.18e-3, 15e-6), "trtllm": Host(0.21e-3, 9e-6), "sglang": Host(0.47e-3, 18e-6)}
 HOST_FROM = (
-    "least squares (soft L1 loss, as in calibrate score --kernels-alone) of the TPOT that kernels alone leave "
-    "unexplained in a random sample of the engine's rows of silicon_sample.csv (aiconfigurator-core 0.12.0), of "
-    "Llama-3.1-8B, Qwen3-32B and Llama-3.1-70B on H100, H200 and B200: 112 rows of vllm, 206 of trtllm, 36 of sglang; "
+    "least squares (soft L1 loss) of the TPOT that kernels alone leave unexplained in the engine's rows of "
+    "silicon_sample.csv (aiconfigurator-core 0.12.0), of Llama-3.1-8B, Qwen3-32B and Llama-3.1-70B on H100, H200 and "
+    "B200: 279 rows of vllm, 501 of trtllm, 130 of sglang; as `servecast calibrate score --kernels-alone` prints them, "
     "rounded"
 )
 PRECISIONS = {"bf16": "bfloat16", "fp8": "fp8", "fp8-static": STATIC, "fp8-block": "fp8_block"}

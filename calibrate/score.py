@@ -84,7 +84,7 @@ class Case:
     @property
     def budget(self) -> int:
         """Tokens of a batch, as the campaign's scripts set them."""
-        if self.campaign is AICONFIGURATOR:
+        if self.campaign == AICONFIGURATOR:
             return self.concurrency + self.prompt + 1500
         if self.deployed.framework == "vllm":
             return 8192
@@ -103,14 +103,14 @@ class Case:
     @property
     def overlap(self) -> bool:
         """Whether the engine decides a batch while the one before it executes."""
-        return self.campaign is INFERENCEMAX or self.deployed.framework != "vllm"
+        return self.campaign == INFERENCEMAX or self.deployed.framework != "vllm"
 
     @property
     def batch_wait(self) -> dict[str, float]:
         """What InferenceMAX's scripts set for trtllm on 1k/1k with fewer than 8 devices."""
         one = self.deployed
         lengths = (self.prompt, self.output) == (1024, 1024)
-        if self.campaign is INFERENCEMAX and one.framework == "trtllm" and lengths and one.tensor_parallel < 8:
+        if self.campaign == INFERENCEMAX and one.framework == "trtllm" and lengths and one.tensor_parallel < 8:
             return {"batch_wait_iterations": 20, "batch_wait_ratio": 0.9}
         return {}
 

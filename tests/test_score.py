@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,14 @@ def test_trtllm_of_the_other_campaign_waits_for_fuller_batches_where_its_script_
     case = scoring.case(row(**told, osl=output, tp_size=devices))
     assert isinstance(case, Case)
     assert case.scenario().scheduler.batch_wait_iterations == waits
+
+
+@pytest.mark.parametrize("source", ["/somewhere/Qwen_Qwen3-32B.csv", "2026-04-06.csv"])
+def test_a_case_means_the_same_in_another_process(source: str) -> None:
+    case = scoring.case(row(silicon_data_source=f"source_file={source}; silicon_concurrency=16"))
+    assert isinstance(case, Case)
+    there = pickle.loads(pickle.dumps(case))
+    assert there.scenario().to_toml() == case.scenario().to_toml()
 
 
 @pytest.mark.parametrize(("version", "policy"), [("0.5.1.post1", "prefill-first"), ("0.5.6.post2", "stall-free")])
