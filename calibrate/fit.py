@@ -279,7 +279,8 @@ def save(profile: Profile, path: Any) -> None:
 
     aside = path.with_name(path.name + ".writing")
     try:
-        aside.write_text(tomli_w.dumps(profile.model_dump(exclude_none=True)), encoding="utf-8")
+        empty = set() if profile.residuals else {"residuals"}
+        aside.write_text(tomli_w.dumps(profile.model_dump(exclude_none=True, exclude=empty)), encoding="utf-8")
         aside.replace(path)
     except OSError as error:
         raise BadInput((error.strerror or str(error)).lower(), source=str(path)) from None
