@@ -59,9 +59,9 @@ STARTS: dict[str, Figures] = {
         **{"overlap": 0.8924, "step": 4.9e-3, "sequence": 4.21e-6},
     },
     "yi-34b": {
-        **{"compute_efficiency": 0.5707, "memory_efficiency": 0.7816, "kv_efficiency": 0.9393},
-        **{"attention_efficiency": 0.2695, "link_efficiency": 0.721, "reduce_latency": 4.216e-5, "overlap": 0.6012},
-        **{"step": 5.6e-3, "sequence": 1.321e-5},
+        **{"compute_efficiency": 0.5833, "memory_efficiency": 0.7729, "kv_efficiency": 0.9374},
+        **{"attention_efficiency": 0.2736, "link_efficiency": 0.7126, "reduce_latency": 4.408e-05, "overlap": 0.6247},
+        **{"step": 5.47e-3, "sequence": 1.224e-5},
     },
     "llama-2-70b": {
         **{"compute_efficiency": 0.9215, "memory_efficiency": 0.9029, "kv_efficiency": 0.8962},
@@ -69,9 +69,9 @@ STARTS: dict[str, Figures] = {
         **{"step": 1.293e-2, "sequence": 2.301e-4},
     },
     "falcon-180b": {
-        **{"compute_efficiency": 0.8659, "memory_efficiency": 0.8591, "kv_efficiency": 0.7985},
-        **{"attention_efficiency": 0.1037, "link_efficiency": 0.7489, "reduce_latency": 3.915e-5, "overlap": 0.1217},
-        **{"step": 8.121e-3, "sequence": 4.711e-4},
+        **{"compute_efficiency": 0.8713, "memory_efficiency": 0.8549, "kv_efficiency": 0.7596},
+        **{"attention_efficiency": 0.1037, "link_efficiency": 0.6276, "reduce_latency": 4.14e-05, "overlap": 0.1009},
+        **{"step": 4.823e-3, "sequence": 4.137e-4},
     },
     "falcon-180b-tp8": {
         **{
