@@ -263,7 +263,8 @@ def list_(what: str, *, json: Annotated[bool, Parameter(negative="", show_defaul
     else:
         from sim import show
 
-        show.to_console(show.rows(rows) if rows else f"no {what} are shipped with this version")
+        page = show.profiles if what == "profiles" else show.rows
+        show.to_console(page(rows) if rows else f"no {what} are shipped with this version")
 
 
 def _policies(given: str | None, policy: str | None) -> Sequence[str]:

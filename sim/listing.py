@@ -66,6 +66,8 @@ def profiles() -> list[Row]:
                 "device": profile.device,
                 "tensor_parallel": profile.tensor_parallel,
                 "pipeline_parallel": profile.pipeline_parallel,
+                "half_within": profile.within and profile.within[0],
+                "most_within": profile.within and profile.within[1],
                 "trust": profile.trust,
                 "source": str(profile.provenance.get("source", "")),
             }

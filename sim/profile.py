@@ -154,21 +154,29 @@ class Profile(Table):
         return self
 
     @property
+    def within(self) -> tuple[float, float] | None:
+        """How near it comes, as shares: to half of what it was fitted to (or what was held out), and to nine tenths of
+        what was held out, or all of the figures it was fitted to. None where there is nothing to compare it with."""
+        if self.errors is not None:
+            return self.errors.held_out_median, self.errors.held_out_p90
+        errors = sorted(one.error for one in self.residuals if one.fitted)
+        return (errors[len(errors) // 2], errors[-1]) if errors else None
+
+    @property
     def trust(self) -> str:
         """How near it comes to what it was fitted to."""
+        if self.within is None:
+            return "nothing to compare it with"
+        half, most = self.within
         if self.errors is not None:
-            half, most = self.errors.held_out_median, self.errors.held_out_p90
             rows = (
                 "iterations composed from kernel tables, held out"
                 if "tables" in self.provenance
                 else "measurements held out"
             )
             return f"within {half:.1%} of half and {most:.1%} of nine tenths of the {rows}"
-        errors = sorted(one.error for one in self.residuals if one.fitted)
-        if not errors:
-            return "nothing to compare it with"
-        middle, most = errors[len(errors) // 2], errors[-1]
-        return f"within {middle:.0%} of half and {most:.0%} of all of the {len(errors)} figures it was fitted to"
+        count = sum(one.fitted for one in self.residuals)
+        return f"within {half:.0%} of half and {most:.0%} of all of the {count} figures it was fitted to"
 
     def beyond(self, seen: dict[str, int]) -> list[str]:
         """A note where a run left the range of the measurements: `seen` are the largest values of each in it."""

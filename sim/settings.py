@@ -73,7 +73,12 @@ def _put(data: dict[str, Any], setting: Setting) -> str | None:
 
 def describe(error: ValidationError, data: Any) -> tuple[str, str]:
     """The first thing wrong with `data`, as (`[table] key`, what and which limit)."""
-    first = min(error.errors(include_url=False), key=lambda e: e["type"] == "missing")
+    wrong = error.errors(include_url=False)
+    first = min(wrong, key=lambda e: e["type"] == "missing")
+    what = _what(first)
+    for other in wrong:  # of a union, a word that would do as well
+        if other is not first and other["type"] == "literal_error" and other["loc"][:-1] == first["loc"][:-1]:
+            what += f" or {other['ctx']['expected']}"
     where, value = [], data
     for part in first["loc"]:  # which also names kinds, members of unions and places in arrays
         if isinstance(value, dict) and part in value:
@@ -87,8 +92,8 @@ def describe(error: ValidationError, data: Any) -> tuple[str, str]:
     elif key is None and where and not (isinstance(value, dict) and first["type"] == "value_error"):
         key = where.pop()
     if not where:
-        return f"[{key or 'scenario'}]", _what(first)
-    return f"[{'.'.join(where)}]" + (f" {key}" if key else ""), _what(first)
+        return f"[{key or 'scenario'}]", what
+    return f"[{'.'.join(where)}]" + (f" {key}" if key else ""), what
 
 
 def _what(error: ErrorDetails) -> str:

@@ -150,6 +150,7 @@ KEYS: list[Case] = [
     ("engine/num_blocks", DROP, "[model]", "engine.num_blocks"),
     # types
     ("name", 5, "[name]", "5 must be a valid string"),
+    ("scheduler/token_budget", "aut", "[scheduler] token_budget", "'aut' must be a valid integer or 'auto'"),
     ("engine/num_blocks", "4000", "[engine] num_blocks", "'4000' must be a valid integer"),
     ("engine/num_blocks", True, "[engine] num_blocks", "True must be a valid integer"),
     ("engine/num_blocks", 4.0, "[engine] num_blocks", "4.0 must be a valid integer"),
