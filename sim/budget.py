@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from sim.errors import BadInput
 from sim.executor import Executor
+from sim.matching import resolved
 from sim.profile import load
 from sim.request import Batch, Request
 from sim.roofline import RooflineTable
@@ -147,7 +148,7 @@ def iteration_seconds(executor: Executor, assumed: Assumed, chunk: int) -> float
 
 def _tile(scenario: Scenario) -> int:
     """Tokens are computed in multiples of so many, as far as the latency model says."""
-    latency = scenario.latency
+    latency = resolved(scenario).latency
     if isinstance(latency, RooflineTable):
         return latency.tile
     if latency.kind == "affine":

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import tomllib
 from bisect import bisect_right
+from functools import cache
 from importlib import resources
 from math import ceil
 from pathlib import Path
@@ -37,11 +38,16 @@ TERMS = ("step", "decode_step", "sample", "chunk", "sequence", "context", "prefi
 Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
 
 
+AUTO = "auto"
+
+
 class ProfileTable(Table):
-    """[latency] kind = "profile": a calibrated profile, by its name or its file's path."""
+    """[latency] kind = "profile": a calibrated profile, by its name or its file's path, or "auto": the shipped one of
+    the scenario's model, dtypes, device and parallelism, as `engine` runs them."""
 
     kind: Literal["profile"]
     name: Annotated[str, Field(min_length=1)]
+    engine: Literal["vllm", "trtllm", "sglang"] = "vllm"
 
 
 class Tokens(Table):
@@ -305,6 +311,7 @@ def samples(batch: Batch) -> int:
     return done
 
 
+@cache
 def shipped() -> dict[str, Path]:
     """Profiles that come with servecast: name to file."""
     root = Path(str(resources.files("sim") / "profiles"))
@@ -314,13 +321,25 @@ def shipped() -> dict[str, Path]:
 def load(name: str, directory: Path) -> Profile:
     """The profile of that name: shipped, or a file relative to `directory` or the current one. BadInput for others."""
     known = shipped()
+    if name in known:
+        return _shipped(name)
     try:
-        path = known.get(name) or next((base / name for base in (directory, Path()) if (base / name).is_file()), None)
+        path = next((base / name for base in (directory, Path()) if (base / name).is_file()), None)
     except OSError as error:  # a name that no file can have, or a folder that may not be read
         raise BadInput(f"{shown(name)}: {(error.strerror or str(error)).lower()}", key="[latency] name") from None
     if path is None:
         what = f"no such file, and {unknown('profile', name, known)}" if known else f"no such file: {name}"
         raise BadInput(what, key="[latency] name")
+    return _read(path)
+
+
+@cache
+def _shipped(name: str) -> Profile:
+    """Read once: a search for a capacity asks for it at every rate."""
+    return _read(shipped()[name])
+
+
+def _read(path: Path) -> Profile:
     data: dict[str, Any] = {}
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from sim.affine import AffineTable
 from sim.distribution import Summary, summarise
 from sim.executor import Spent
+from sim.matching import resolved
 from sim.profile import load
 from sim.record import COMPLETED, REFUSED, STEP_COLUMNS, UNFINISHED, Record
 from sim.roofline import RooflineTable
@@ -312,9 +313,9 @@ def _counted(reasons: Any) -> dict[str, int]:
 
 def times_from(scenario: Scenario, *, measured: bool = False) -> str:
     """Where the iteration times come from, and how far to trust them."""
-    latency = scenario.latency
     if measured:
         return "times: measured on this machine's engine"
+    latency = resolved(scenario).latency
     if isinstance(latency, AffineTable):
         return "times: affine coefficients of the scenario, taken as given"
     if isinstance(latency, RooflineTable):

@@ -16,7 +16,7 @@ from sim.affine import AffineTable
 from sim.errors import BadInput, shown
 from sim.hardware import DeviceTable, ModelTable
 from sim.policies import POLICIES
-from sim.profile import ProfileTable, shipped
+from sim.profile import AUTO, ProfileTable, shipped
 from sim.settings import Setting, apply, describe
 from sim.table import Table, one_of
 from sim.workload import WorkloadTable
@@ -141,7 +141,7 @@ class Scenario(Table):
                 if key in table:
                     table[key] = str((self._directory / table[key]).resolve())
         latency = self.latency
-        if isinstance(latency, ProfileTable) and latency.name not in shipped():
+        if isinstance(latency, ProfileTable) and latency.name not in (AUTO, *shipped()):
             files = (folder / latency.name for folder in (self._directory, Path()))
             data["latency"]["name"] = next((str(file.resolve()) for file in files if _exists(file)), latency.name)
         return tomli_w.dumps(data)

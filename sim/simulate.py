@@ -14,7 +14,8 @@ from sim.budget import CHUNKED, Budget, assume, invert, limit_of, smallest
 from sim.cluster import Deployment, Watch, serve
 from sim.errors import BadInput
 from sim.executor import Executor, LatencyModel
-from sim.profile import Profile, ProfileLatency, ProfileRoofline, load
+from sim.matching import profile_of, resolved
+from sim.profile import ProfileLatency, ProfileRoofline
 from sim.report import Report
 from sim.roofline import Roofline, RooflineTable
 from sim.scenario import Scenario
@@ -117,6 +118,7 @@ def _check_together(scenario: Scenario, work: Workload) -> None:
 
 
 def _plan(scenario: Scenario) -> Plan:
+    scenario = resolved(scenario)
     parallel, engine = scenario.deployment, scenario.engine
     tp, pp = parallel.tensor_parallel, parallel.pipeline_parallel
     model = hardware.model(scenario.model, scenario.directory) if scenario.model else None
@@ -197,33 +199,9 @@ def _executor(
         assert model is not None  # Scenario.check
         assert device is not None
         return partial(Roofline, latency, model, device, parallel.tensor_parallel, parallel.pipeline_parallel)
-    profile = _profile(scenario, latency.name, model, device)
+    profile = profile_of(scenario, model, device)
     if profile.coefficients is not None:
         return partial(ProfileLatency, profile)
     assert model is not None  # Scenario.check
     assert device is not None
     return partial(ProfileRoofline, profile, model, device)
-
-
-def _profile(scenario: Scenario, name: str, model: hardware.Model | None, device: hardware.Device | None) -> Profile:
-    """The profile, if it is of the model, the weights, the device and the parallelism that the scenario has."""
-    profile, parallel = load(name, scenario.directory), scenario.deployment
-    if model is not None and profile.model != model.name:
-        what = f"profile {name!r} was measured with {profile.model!r}, not {model.name!r}"
-        raise BadInput(what, key="[latency] name")
-    if device is not None and profile.device != device.name:
-        what = f"profile {name!r} was measured on {profile.device!r}, not {device.name!r}"
-        raise BadInput(what, key="[latency] name")
-    weights = profile.provenance.get("weights_dtype")
-    if model is not None and weights is not None and (weights == "fp8") != (model.dtype == "fp8"):
-        what = f"profile {name!r} is of weights in {weights}, not {model.dtype}"
-        raise BadInput(what, key="[latency] name")
-    cache = profile.provenance.get("kv_dtype")
-    if model is not None and cache is not None and (cache == "fp8") != (model.kv_dtype == "fp8"):
-        what = f"profile {name!r} is of a KV cache in {cache}, not {model.kv_dtype}"
-        raise BadInput(what, key="[model] kv_dtype")
-    for key in ("tensor_parallel", "pipeline_parallel"):
-        if (own := getattr(profile, key)) != (asked := getattr(parallel, key)):
-            what = f"profile {name!r} was measured at {own}, not {asked}"
-            raise BadInput(what, key=f"[deployment] {key}")
-    return profile

@@ -179,7 +179,9 @@ def test_profiles_are_physical(deployment: Any) -> None:
     for name, (low, high) in profile.intervals.items():
         assert low <= getattr(profile.roofline, name) <= high
     assert profile.scale == 1
-    assert all(residual.fitted for residual in profile.residuals)
+    beside = {residual.what for residual in profile.residuals if not residual.fitted}
+    assert all(what.startswith("decode-only TBT") for what in beside)
+    assert bool(beside) == (deployment is DEPLOYMENTS["falcon-180b"])
     assert {"source", "command", "fitted_to", "does_not_know"} <= profile.provenance.keys()
 
 
@@ -299,8 +301,8 @@ def test_the_grid_of_48_capacities() -> None:
 def test_base_iterations_and_steps() -> None:
     """Table 3 within 15 %, the step behind 256 tokens, what chunks cost."""
     base = {row.what: row for row in figures.table_3(work).rows}
-    for name in ("mistral-7b", "yi-34b", "falcon-180b-tp8"):
-        assert abs(base[name].error or 0.0) <= 0.15, base[name]
+    assert base.keys() == set(DEPLOYMENTS)
+    assert all(abs(row.error or 0.0) <= 0.15 for row in base.values()), base
     steps = [row for row in figures.figure_6(work).rows if "257 over" in row.what]
     assert all(0.1 <= (row.simulated or 0.0) <= 0.5 for row in steps)
     for row in figures.figure_14(work).rows:
