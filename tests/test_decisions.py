@@ -399,7 +399,7 @@ def test_what_is_infeasible_says_why(candidates: Path) -> None:
 def test_a_model_that_does_not_fit_is_infeasible() -> None:
     scenario = Scenario.load(ROOT / "scenarios/llama-3.1-70b-4xh100.toml")
     with pytest.raises(BadInput, match=r"weights|memory|fit"):
-        sized(Demand(10.0, 0.8, 1), scenario.with_(deployment__tensor_parallel=1))
+        sized(Demand(10.0, 0.8, 1), scenario.with_(latency__kind="roofline", deployment__tensor_parallel=1))
 
 
 def test_the_demand_is_that_of_the_option_then_the_file_then_the_scenario(candidates: Path) -> None:
