@@ -41,6 +41,8 @@ def result(rows: Sequence[Row], offered: int, refused: Counter[str], hosts: Mapp
         _errors(of, {"model": model}) | _peer(PEER_OF_MODEL.get(model))
         for model, of in _grouped(done, lambda r: r["model"])
     ]
+    if len(models) > 1:
+        models.append(_errors(done, {"model": "all"}) | _peer(None))
     groups = []
     for key, of in _grouped(done, lambda r: tuple(r[name] or "" for name in GROUP)):
         told = dict(zip(GROUP, key, strict=True))
