@@ -135,7 +135,7 @@ def test_errors_are_medians_by_model_and_by_group_and_reasons_are_counted() -> N
     (model,) = told["models"]
     assert (model["rows"], model["ttft_median"], model["tpot_median"]) == (4, pytest.approx(0.1), pytest.approx(0.2))
     more = scoreboard.result([*rows, scored(model="llama-3.1-8b", ttft_error=0.9)], 100, Counter(), current.HOST)
-    assert [(one["model"], one["rows"]) for one in more["models"]] == [("llama-3.1-8b", 1), ("qwen3-32b", 4), ("all", 5)]
+    assert {one["model"]: one["rows"] for one in more["models"]} == {"llama-3.1-8b": 1, "qwen3-32b": 4, "all": 5}
     assert [one["framework"] for one in told["groups"]] == ["trtllm", "vllm"]
     vllm = told["groups"][1]
     assert [size["concurrency"] for size in vllm["by_concurrency"]] == [16, 64, 200]
