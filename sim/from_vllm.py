@@ -246,7 +246,9 @@ class _Made:
             self.put("scheduler", "policy", "prefill-first", f"without {how}")
         if "enable-prefix-caching" not in self.given:
             self.remarks.append(f"--enable-prefix-caching, on by default: {REASONS['enable-prefix-caching']}")
-        self.lines["latency"] = ['kind = "roofline"  # not calibrated; a profile of the deployment does better']
+        self.lines["latency"] = [
+            'kind = "roofline"  # not calibrated; kind = "profile", name = "auto" does better where there is one'
+        ]
 
     def _batch_defaults(self, longest: int, chunked: bool) -> tuple[int, int]:
         """--max-num-batched-tokens and --max-num-seqs where they are not given (EngineArgs.get_batch_defaults)."""

@@ -10,6 +10,7 @@ from sim import catalogue, hardware
 from sim.lengths import datasets
 from sim.policies import POLICIES
 from sim.profile import load, shipped
+from sim.report import times_from
 from sim.scenario import Scenario
 from sim.simulate import plan, workload
 from sim.workload import mean_rate
@@ -121,7 +122,8 @@ def explain(scenario: Scenario) -> Row:
         "output_tokens": tokens(requests.outputs),
         "refused": len(planned.deployment.limits.refusals(requests.prompts, requests.outputs)),
         "workload": requests.counts,
-        "notes": [*scenario.notes, *requests.notes],
+        "notes": [*planned.scenario.notes, *requests.notes],
+        "times_from": times_from(scenario),
     }
 
 

@@ -47,7 +47,13 @@ class ProfileTable(Table):
 
     kind: Literal["profile"]
     name: Annotated[str, Field(min_length=1)]
-    engine: Literal["vllm", "trtllm", "sglang"] = "vllm"
+    engine: Literal["vllm", "trtllm", "sglang"] | None = None  # vllm where left out
+
+    @model_validator(mode="after")
+    def _engine_goes_with_auto(self) -> ProfileTable:
+        if self.engine is not None and self.name != AUTO:
+            raise ValueError(f'engine = "{self.engine}" goes with name = "{AUTO}": a profile that is named has its own')
+        return self
 
 
 class Tokens(Table):

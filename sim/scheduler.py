@@ -171,17 +171,19 @@ class Scheduler:
     def waits_for_more(self, batch: Batch, budget: int) -> bool:
         """Whether prompts go on waiting, beside decodes, for a fuller batch. Asking counts as an iteration."""
         limits = self.limits
-        if self.waits >= limits.batch_wait_iterations or not batch.decodes or not (self.unfinished or self.waiting):
+        if self.waits >= limits.batch_wait_iterations or not 0 < batch.decodes < budget:
             self.waits = 0
             return False
         enough = limits.batch_wait_ratio * budget
-        tokens = batch.decodes + sum(request.to_prefill - request.computed for request in self.unfinished)
+        prompts, blocks = sum(request.to_prefill - request.computed for request in self.unfinished), 0
         for request in islice(self.waiting, limits.max_sequences - self.held):
-            if tokens >= enough:
+            blocks += self.blocks.to_admit(request.to_prefill)
+            if batch.decodes + prompts >= enough or not self.blocks.allow(blocks, alone=False):
                 break
-            tokens += request.to_prefill
-        self.waits = self.waits + 1 if tokens < enough else 0
-        return tokens < enough
+            prompts += request.to_prefill
+        waits = 0 < prompts < enough - batch.decodes  # with none that could go there is nothing to wait for
+        self.waits = self.waits + 1 if waits else 0
+        return waits
 
     def resume(self, batch: Batch, budget: int) -> int:
         """The next chunk of each unfinished prompt, in order of admission, until the batch holds `budget` tokens.

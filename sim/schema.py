@@ -69,6 +69,12 @@ class SchedulerTable(Table):
     """Prompts wait beside decodes, so many iterations at most, until a batch would hold that share of the token budget:
     TensorRT-LLM's batch_wait_timeout_iters and batch_wait_max_tokens_ratio. Of stall-free alone."""
 
+    @model_validator(mode="after")
+    def _waits_need_both(self) -> SchedulerTable:
+        if (self.batch_wait_iterations > 0) != (self.batch_wait_ratio > 0):
+            raise ValueError("batch_wait_iterations and batch_wait_ratio go together: prompts wait only with both")
+        return self
+
 
 class PolicyTable(Table):
     """[policy.NAME]: keys of [engine] and [scheduler] that are different for one policy."""

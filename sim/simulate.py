@@ -14,7 +14,7 @@ from sim.budget import CHUNKED, Budget, assume, invert, limit_of, smallest
 from sim.cluster import Deployment, Watch, serve
 from sim.errors import BadInput
 from sim.executor import Executor, LatencyModel
-from sim.matching import profile_of, resolved
+from sim.matching import profile_of, resolved, without_effect
 from sim.profile import ProfileLatency, ProfileRoofline
 from sim.report import Report
 from sim.roofline import Roofline, RooflineTable
@@ -119,6 +119,8 @@ def _check_together(scenario: Scenario, work: Workload) -> None:
 
 def _plan(scenario: Scenario) -> Plan:
     scenario = resolved(scenario)
+    if (told := without_effect(scenario)) is not None:
+        scenario = scenario.noting(told)
     parallel, engine = scenario.deployment, scenario.engine
     tp, pp = parallel.tensor_parallel, parallel.pipeline_parallel
     model = hardware.model(scenario.model, scenario.directory) if scenario.model else None

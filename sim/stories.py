@@ -71,6 +71,10 @@ def dial(cause: str, plan: Plan, *, first_token: bool = False) -> str:
     if cause == "queue_others":
         if policy == "decode-first":
             return "another policy: this one admits nobody before every decode is done"
+        if plan.deployment.limits.batch_wait_iterations:
+            return (
+                "fewer scheduler.batch_wait_iterations: prompts wait beside decodes for fuller batches, as part of it"
+            )
         return (f"{larger}; or " if chunked else "") + "less load: more deployment.replicas, or a lower rate"
     if cause == "interleaving":
         return larger if chunked else "fewer requests at a time, or more deployment.replicas"

@@ -29,7 +29,7 @@ from pydantic import Field, ValidationError
 
 from sim.capacity import check as check_capacity
 from sim.errors import BadInput, shown
-from sim.profile import ProfileTable, shipped
+from sim.profile import AUTO, ProfileTable, shipped
 from sim.scenario import PATHS, Scenario, parse_toml, read_toml
 from sim.schema import PolicyTable
 from sim.settings import Setting, describe
@@ -181,7 +181,7 @@ def files_of(scenario: Scenario) -> Iterator[Path]:
     arrivals, lengths, latency = scenario.workload.arrivals, scenario.workload.lengths, scenario.latency
     named = [getattr(part, "path", None) for part in (arrivals, lengths)]
     named.append(scenario.model.hf_config if scenario.model else None)
-    if isinstance(latency, ProfileTable) and latency.name not in shipped():
+    if isinstance(latency, ProfileTable) and latency.name not in (AUTO, *shipped()):
         named.append(latency.name)
     yield from ((scenario.directory / name).resolve() for name in named if name and "\0" not in name)
 

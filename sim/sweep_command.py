@@ -143,7 +143,7 @@ def _page(done: Sweep, show: Any) -> Any:
     if len(best):
         keys = [key.removeprefix("-") for key in RANKED[study.what]]
         order = ", then ".join(SHOWN[study.what][key] for key in keys if key in known)
-        notes = [f"best by {order}", *notes, *frame["times_from"].drop_nulls().unique(maintain_order=True)[:1]]
+        notes = [f"best by {order}", *notes, *frame["times_from"].drop_nulls().unique(maintain_order=True)]
         page += [table, ""]
     return Group(*page, *(Text(f"· {note}", style="dim") for note in notes))
 

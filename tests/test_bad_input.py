@@ -150,6 +150,7 @@ KEYS: list[Case] = [
     ("engine/num_blocks", DROP, "[model]", "engine.num_blocks"),
     # types
     ("name", 5, "[name]", "5 must be a valid string"),
+    ("scheduler/batch_wait_ratio", 0.5, "[scheduler]", "batch_wait_iterations and batch_wait_ratio go together"),
     ("scheduler/token_budget", "aut", "[scheduler] token_budget", "'aut' must be a valid integer or 'auto'"),
     ("engine/num_blocks", "4000", "[engine] num_blocks", "'4000' must be a valid integer"),
     ("engine/num_blocks", True, "[engine] num_blocks", "True must be a valid integer"),

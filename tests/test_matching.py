@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ lengths = {kind = "fixed", prompt = 100, output = 10}
 
 
 def named(**changes: Any) -> str:
+    """What "auto" comes to."""
     return resolved(Scenario.from_toml(SCENARIO).with_(**changes)).latency.name  # type: ignore[union-attr]
 
 
@@ -53,14 +56,15 @@ def test_the_engine_is_the_users_choice(engine: str) -> None:
 
 def test_a_name_that_is_given_stays() -> None:
     name = "vllm-0.24.0/llama-3.1-8b-h200-bf16-tp1"
-    assert named(latency__name=name, latency__engine="sglang") == name
+    assert named(latency__name=name) == name
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"device__name": "l40s"}, "servecast list profiles"),
-        ({"model__kv_dtype": "fp8"}, "it has llama-3.1-8b-h100-sxm-bf16-tp1"),
+        ({"model__kv_dtype": "fp8"}, "there: bf16-tp1"),
+        ({"model__dtype": "int4"}, "llama-3.1-8b in int4"),
         ({"deployment__pipeline_parallel": 2}, "pipeline_parallel 2"),
     ],
 )
@@ -85,3 +89,42 @@ def test_a_variation_is_matched_again() -> None:
     """What a study varies is the scenario as written."""
     scenario = Scenario.from_toml(Scenario.from_toml(SCENARIO).to_toml())
     assert plan(scenario.with_(device__name="h200")).scenario.latency.name != named()  # type: ignore[union-attr]
+
+
+def test_a_profile_of_other_weights_is_refused_and_auto_named() -> None:
+    with pytest.raises(BadInput, match=r"is of weights in bfloat16, not int4; name = \"auto\" finds"):
+        plan(Scenario.from_toml(SCENARIO).with_(latency__name=named(), model__dtype="int4"))
+
+
+def test_an_engine_goes_with_auto_alone() -> None:
+    with pytest.raises(BadInput, match='engine = "sglang" goes with name = "auto"'):
+        Scenario.from_toml(SCENARIO).with_(latency={"kind": "profile", "name": named(), "engine": "sglang"})
+
+
+CONFIG = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256},
+    **{"max_position_embeddings": 131072, "torch_dtype": "bfloat16", "tie_word_embeddings": False},
+}
+
+
+@pytest.mark.parametrize("folder", ["Meta-Llama-3.1-8B", "llama-3.1-8b"])
+def test_a_config_is_what_its_figures_say(folder: str, tmp_path: Path) -> None:
+    path = tmp_path / folder / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(CONFIG))
+    one = Scenario.from_toml(SCENARIO.replace('name = "llama-3.1-8b"', f'hf_config = "{path}", dtype = "bfloat16"'))
+    assert resolved(one).latency.name == named()  # type: ignore[union-attr]
+    simulate(one)
+    path.write_text(json.dumps(CONFIG | {"num_hidden_layers": 4}))
+    with pytest.raises(BadInput, match="vllm has none of"):
+        plan(one)
+    with pytest.raises(BadInput, match=f"was measured with {'llama-3.1-8b'!r}"):
+        plan(one.with_(latency__name=named()))
+
+
+def test_figures_of_a_device_that_a_profile_does_not_follow_are_named() -> None:
+    slow = Scenario.from_toml(SCENARIO).with_(device__memory_bandwidth=1e12)
+    assert any("memory_bandwidth: no effect on the times" in note for note in simulate(slow).notes)
+    small = Scenario.from_toml(SCENARIO).with_(device__memory_bytes=60e9)
+    assert not any("no effect" in note for note in simulate(small).notes)

@@ -506,6 +506,17 @@ def test_what_has_no_slot_does_not_make_a_batch_fuller() -> None:
     assert [hand.turn() for _ in range(2)] == [([0], []), ([0], [(1, 0, 3)])]
 
 
+def test_the_wait_begins_when_a_prompt_could_go() -> None:
+    """While no slot is free nothing is counted: the prompt waits its iterations after that."""
+    limits = {"token_budget": 10, "batch_wait_iterations": 3, "batch_wait_ratio": 0.9, "max_sequences": 2}
+    hand = Hand("stall-free", [(4, 30), (4, 6)], **limits)
+    hand.turn()
+    hand.add((4, 2))
+    while hand.scheduler.held == 2:
+        assert hand.turn()[1] == []
+    assert [hand.turn() for _ in range(4)] == [([0], []), ([0], []), ([0], []), ([0], [(2, 0, 4)])]
+
+
 def test_an_unfinished_prompt_counts_with_what_is_left_of_it() -> None:
     hand = Hand("stall-free", [(4, 20)], token_budget=10, batch_wait_iterations=5, batch_wait_ratio=0.8)
     hand.turn()
