@@ -176,7 +176,7 @@ class Scheduler:
             return False
         enough = limits.batch_wait_ratio * budget
         prompts, blocks = sum(request.to_prefill - request.computed for request in self.unfinished), 0
-        for request in islice(self.waiting, limits.max_sequences - self.held):
+        for request in islice(self.waiting, 0 if batch.preempted else limits.max_sequences - self.held):
             blocks += self.blocks.to_admit(request.to_prefill)
             if batch.decodes + prompts >= enough or not self.blocks.allow(blocks, alone=False):
                 break

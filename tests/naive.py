@@ -30,6 +30,9 @@ Where the contract leaves room, the most literal reading was taken:
     have no outcome. `scheduled` and `preemptions` count whether or not the batch is committed before the limit.
 14. Closed loop: the first min(concurrency, number of requests) ids are issued at 0, before any of them is refused.
 15. A scheduling call that preempts and yields no batch leaves its count to the next row.
+16. Batch waiting counts the scheduling calls in which prompts could go and were kept back, since the last call in which
+    none could or they went. Prompts that have no slot, no memory, or no budget beside the decodes could not go, and new
+    ones could not after a preemption; the watermark holds, since decodes are admitted requests.
 """
 
 from __future__ import annotations
@@ -54,6 +57,8 @@ class Settings:
     max_model_tokens: int = 8192
     max_batch_tokens: int = 8192
     token_budget: int = 512
+    batch_wait_iterations: int = 0
+    batch_wait_ratio: float = 0.0
     stages: int = 1
     ahead: bool = False  # ask although the first stage is busy
     hop: float = 0.0
@@ -150,6 +155,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.admitted: list[Request] = []  # in order of the latest admission, those in flight included
         self.prefill_turn = True  # alternating only
+        self.kept_back = 0  # stall-free only
 
     def blocks_of(self, tokens: int) -> int:
         """Blocks that hold so many tokens: the ceiling of the quotient."""
@@ -186,6 +192,10 @@ class Scheduler:
                 self.admit_whole_prompts(batch, None)
         elif self.settings.policy == "stall-free":
             self.add_decodes(batch)
+            if self.keeps_prompts_back(batch):
+                self.kept_back += 1
+                return batch
+            self.kept_back = 0
             self.continue_prompts(batch)
             if not batch.preempted:
                 self.admit_chunks(batch)
@@ -205,6 +215,22 @@ class Scheduler:
             self.prefill_turn = not self.prefill_turn
             if batch.tokens() > 0:
                 return
+
+    def keeps_prompts_back(self, batch: Batch) -> bool:
+        """Whether what could go beside the decodes is too little for a batch, and has not waited long enough."""
+        settings, decodes = self.settings, len(batch.decodes)
+        if decodes == 0 or decodes >= settings.token_budget or self.kept_back >= settings.batch_wait_iterations:
+            return False
+        unfinished = [request for request in self.admitted if not request.in_flight and not request.prompt_done]
+        could_go = sum(request.to_prefill - request.computed for request in unfinished)
+        blocks, admitted = 0, len(self.admitted)
+        for request in [] if batch.preempted else self.waiting:
+            blocks, admitted = blocks + self.blocks_of(request.length), admitted + 1
+            spare = math.floor(settings.watermark * settings.num_blocks)
+            if admitted > settings.max_sequences or self.free() - blocks < spare:
+                break
+            could_go += request.length
+        return could_go > 0 and decodes + could_go < settings.batch_wait_ratio * settings.token_budget
 
     def add_decodes(self, batch: Batch) -> None:
         """One decode for every request that is not in flight and whose prompt is done, in order of admission."""

@@ -65,6 +65,8 @@ def limits_of(settings: naive.Settings) -> Limits:
         max_model_tokens=settings.max_model_tokens,
         max_batch_tokens=settings.max_batch_tokens,
         token_budget=settings.token_budget,
+        batch_wait_iterations=settings.batch_wait_iterations,
+        batch_wait_ratio=settings.batch_wait_ratio,
     )
 
 

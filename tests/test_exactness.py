@@ -44,6 +44,8 @@ def random_case(policy: str, stages: int, memory: str, load: str, seed: int) -> 
         settings.think = 0.0 if load == "closed" else rng.choice([1.0, rng.random()])
     requests = random_requests(rng, longest)
     settings.ahead = stages > 1 and rng.random() < 0.5
+    if rng.random() < 0.4:
+        settings.batch_wait_iterations, settings.batch_wait_ratio = rng.randint(1, 6), rng.choice([0.3, 0.9, 1.0])
     return settings, requests
 
 
@@ -143,6 +145,8 @@ def cases(draw: st.DrawFn) -> tuple[naive.Settings, Rows]:
         "max_model_tokens": longest,
         "max_batch_tokens": longest + draw(st.integers(0, 16)),
         "token_budget": draw(st.integers(1, 12)),
+        "batch_wait_iterations": draw(st.sampled_from([0, 0, 1, 3])),
+        "batch_wait_ratio": draw(st.sampled_from([0.5, 1.0])),
         "stages": draw(st.integers(1, 5)),
         "ahead": draw(st.booleans()),
         "hop": draw(st.sampled_from([0.0, 0.5, 0.1])),
